@@ -18,7 +18,7 @@ from tests.support.browser import Browser
 from tests.support.report_runs import NASTY, Tale, eventful
 
 pytestmark = pytest.mark.browser
-CHARTS = 8
+CHARTS = 7
 DRAWN = """
 return [...document.querySelectorAll(".plot")].map((plot) => {
   const box = plot.querySelector("svg.main-svg").getBoundingClientRect();

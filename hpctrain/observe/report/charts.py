@@ -2,13 +2,11 @@
 
 Charts are plain dictionaries, so only the page needs plotly. Names that users chose are escaped:
 plotly reads HTML in its texts. A chart without data has a line that says why. In the time line,
-data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar; bars
-below a pixel are merged.
+data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core.base.text import count, duration, size
 from hpctrain.ledger.history.goodput import TimeClass, TimeSlice
 from hpctrain.observe.report import gather
-from hpctrain.observe.report.gather import ReportData, groups
 from hpctrain.observe.report.summary import (
     COLOURS,
     NAMES,
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.observe.report.gather import ReportData
 
 
 MOST_RESUMES = 400
@@ -54,7 +52,6 @@ def charts(data: ReportData) -> list[Chart]:
         waterfall,
         loss,
         throughput,
-        step_times,
         memory_chart,
         saves_chart,
         waits_chart,
@@ -72,15 +69,15 @@ def attempts_chart(data: ReportData) -> Chart:
     if not drawn.bars:
         return Chart(key, title, "No time to show: no attempt is on record.")
     views = {one.number: one for one in data.status.attempts}
-    labels = [_line_label(pair) for pair in drawn.lines]
+    labels = [f"{number} " for number in drawn.lines]
     traces = []
     for kind in NAMES:
         bars = [bar for bar in drawn.bars if bar.kind is kind]
         if bars:
-            traces.append(_bar_trace(kind, bars, views, labels))
-    shared = f", {MOST_LINES} lines at most" if len(drawn.lines) < len(views) else ""
+            traces.append(_bar_trace(kind, bars, [views.get(one) for one in drawn.lines], labels))
+    shown = f", the newest {MOST_LINES} shown" if len(views) > MOST_LINES else ""
     words = (
-        f"{count(len(views), 'attempt')}{shared}; the colour says what the time went to. "
+        f"{count(len(views), 'attempt')}{shown}; the colour says what the time went to. "
         "Waits for data and saves lie within the green."
     )
     height = 80 + round(len(drawn.lines) * max(LEAST_PX, min(LINE_PX, ALL_PX / len(drawn.lines))))
@@ -92,13 +89,11 @@ def attempts_chart(data: ReportData) -> Chart:
     return Chart(key, title, words, {"data": traces, "layout": shape}, has_legend=True)
 
 
-def _line_label(pair: tuple[int, int]) -> str:
-    first, last = pair
-    return f"{first} " if first == last else f"{first}-{last} "
-
-
 def _bar_trace(
-    kind: TimeClass, bars: Sequence[Bar], views: dict[int, AttemptView], labels: Sequence[str]
+    kind: TimeClass,
+    bars: Sequence[Bar],
+    views: Sequence[AttemptView | None],
+    labels: Sequence[str],
 ) -> dict[str, Any]:
     return {
         "type": "bar",
@@ -108,25 +103,21 @@ def _bar_trace(
         "y": [labels[bar.line] for bar in bars],
         "base": [local(bar.start) for bar in bars],
         "x": [round(1000 * (bar.end - bar.start)) for bar in bars],
-        "hovertext": [_bar_words(bar, views) for bar in bars],
+        "hovertext": [_bar_words(bar, views[bar.line]) for bar in bars],
         "hoverinfo": "text",
     }
 
 
-def _bar_words(bar: Bar, views: dict[int, AttemptView]) -> str:
+def _bar_words(bar: Bar, view: AttemptView | None) -> str:
     whole = bar.end - bar.start
-    first, last = bar.attempts or (0, 0)
     lines = [f"<b>{'training' if bar.kind is TimeClass.STEP else NAMES[bar.kind]}</b>"]
     lines.append(f"{duration(whole)} from {when(bar.start)}")
     if bar.shares.keys() - {bar.kind}:
         most = sorted(bar.shares.items(), key=lambda one: -one[1])
         total = sum(bar.shares.values())
         lines += [f"{NAMES[kind]} {percent(part / total)}" for kind, part in most[:4] if total]
-    view = views.get(first)
-    if first != last:
-        lines.append(f"attempts {first} to {last}")
-    elif view is not None:
-        lines.append(f"attempt {first} on {escape(where(view))}: {escape(ended(view))}")
+    if view is not None:
+        lines.append(f"attempt {view.number} on {escape(where(view))}: {escape(ended(view))}")
     return "<br>".join(lines)
 
 
@@ -312,28 +303,6 @@ def throughput(data: ReportData) -> Chart:
     return Chart(key, title, words, {"data": [trace], "layout": shape})
 
 
-def step_times(data: ReportData) -> Chart:
-    """Median and 95th percentile of step times, over wall time."""
-    key, title = "steps", "Step time"
-    marks = data.history.marks
-    middle = gather.median([gather.step_p50(mark) for mark in marks])
-    if middle is None:
-        return Chart(key, title, f"No step time to show: {_why_no_marks(data, 'seconds')}.")
-    points = gather.by_time(marks, gather.step_p50)
-    has_percentiles = any(mark.p50_s is not None for mark in marks)
-    name = "median" if has_percentiles else "mean"
-    traces = [line(points, name, SERIES[0], dates=True, unit="s")]
-    high = gather.median([mark.p95_s for mark in marks])
-    words = f"A step takes {step_seconds(middle)} ({name})."
-    if high is not None:
-        points = gather.by_time(marks, lambda mark: mark.p95_s)
-        traces.insert(0, line(points, "95 % below", SERIES[1], dates=True, unit="s"))
-        words = f"Half of the steps take below {step_seconds(middle)}, 95 % {step_seconds(high)}."
-    shape = layout(320, xaxis=time_axis(), yaxis=axis("seconds", rangemode="tozero"))
-    drawn = {"data": traces, "layout": shape}
-    return Chart(key, title, words, drawn, has_legend=len(traces) > 1)
-
-
 def _why_no_marks(data: ReportData, what: str) -> str:
     if not data.history.marks:
         return "no step is on record"
@@ -343,7 +312,6 @@ def _why_no_marks(data: ReportData, what: str) -> str:
 GIB = 2**30
 NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does while the run trains"
 MOST_LINES = 60
-PIXELS = 900
 TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
 
 
@@ -524,50 +492,36 @@ class Bar:
     """A stretch of one line.
 
     `line` counts from 0, times are seconds since the epoch; `kind` STEP also stands for the data
-    waits and saves in it. `attempts` are the first and the last in it, `shares` the seconds of each
-    kind.
+    waits and saves in it. `shares` are the seconds of each kind.
     """
 
     line: int
     start: float
     end: float
     kind: TimeClass
-    attempts: tuple[int, int] | None
     shares: dict[TimeClass, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bars, and the attempts of each line: first and last."""
+    """Bars, and the attempt of each line."""
 
     bars: list[Bar]
-    lines: list[tuple[int, int]]
+    lines: list[int]
 
 
 def timeline(slices: Sequence[TimeSlice]) -> Timeline:
-    """Lines of bars, the first attempt first; the queue before an attempt stands in its line."""
+    """A line for each of the newest attempts; the queue before one stands in its line."""
     lasting = [slice_ for slice_ in slices if slice_.end > slice_.start]
     numbers = sorted({slice_.attempt for slice_ in lasting if slice_.attempt is not None})
-    if not numbers:
-        numbers = [0] if lasting else []
-    lines = [(numbers[g.start], numbers[g.stop - 1]) for g in groups(len(numbers), MOST_LINES)]
-    where = {
-        number: line
-        for line, group in enumerate(groups(len(numbers), MOST_LINES))
-        for number in numbers[group.start : group.stop]
-    }
-    by_line: dict[int, list[Bar]] = defaultdict(list)
-    for slice_, number in zip(lasting, _owners(lasting, numbers), strict=True):
-        line = where[number]
-        kind = TimeClass.STEP if slice_.kind in TRAINING else slice_.kind
-        _add(
-            by_line[line], Bar(line, slice_.start, slice_.end, kind, (number, number)), slice_.kind
-        )
-    begin = min((b.start for b in lasting), default=0)
-    pixel = (max((b.end for b in lasting), default=0) - begin) / PIXELS
-    crowded = len(numbers) > MOST_LINES
-    drawn = [_coarse(bars, pixel) if crowded else bars for bars in by_line.values()]
-    return Timeline([bar for bars in drawn for bar in bars], lines)
+    lines = numbers[-MOST_LINES:] or ([0] if lasting else [])
+    by_line: dict[int, list[Bar]] = {number: [] for number in lines}
+    for slice_, number in zip(lasting, _owners(lasting, lines), strict=True):
+        if number in by_line:
+            kind = TimeClass.STEP if slice_.kind in TRAINING else slice_.kind
+            bar = Bar(lines.index(number), slice_.start, slice_.end, kind)
+            _add(by_line[number], bar, slice_.kind)
+    return Timeline([bar for bars in by_line.values() for bar in bars], lines)
 
 
 def _owners(slices: Sequence[TimeSlice], numbers: Sequence[int]) -> Iterable[int]:
@@ -583,38 +537,9 @@ def _owners(slices: Sequence[TimeSlice], numbers: Sequence[int]) -> Iterable[int
 def _add(bars: list[Bar], bar: Bar, kind: TimeClass) -> None:
     """Put a bar behind the others, or lengthen the last where both show the same."""
     last = bars[-1] if bars else None
-    joins = (
-        last is not None
-        and (last.kind, last.attempts) == (bar.kind, bar.attempts)
-        and (bar.start - last.end) <= 1.0
-    )
+    joins = last is not None and last.kind is bar.kind and bar.start - last.end <= 1.0
     target = last if last is not None and joins else bar
     if target is bar:
         bars.append(bar)
     target.end = max(target.end, bar.end)
     target.shares[kind] = target.shares.get(kind, 0.0) + bar.end - bar.start
-
-
-def _coarse(bars: Sequence[Bar], pixel: float) -> list[Bar]:
-    """The bars with those shorter than a pixel put together, under what fills most of them."""
-    bars_drawn: list[Bar] = []
-    for bar in bars:
-        last = bars_drawn[-1] if bars_drawn else None
-        if last is None or (last.end - last.start >= pixel and bar.end - bar.start >= pixel):
-            bars_drawn.append(bar)
-            continue
-        if last.end - last.start >= pixel and last.kind is not bar.kind:
-            bars_drawn.append(bar)
-            continue
-        for kind, seconds in bar.shares.items():
-            last.shares[kind] = last.shares.get(kind, 0.0) + seconds
-        last.end = max(last.end, bar.end)
-        last.attempts = _both(last.attempts, bar.attempts)
-        most = max(last.shares, key=lambda kind: last.shares[kind])
-        last.kind = TimeClass.STEP if most in TRAINING else most
-    return bars_drawn
-
-
-def _both(first: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    pairs = [pair for pair in (first, other) if pair is not None]
-    return (min(p[0] for p in pairs), max(p[1] for p in pairs)) if pairs else None

@@ -222,7 +222,6 @@ class StepRow:
     seconds: float | None = None
     loss: float | None = None
     p50_s: float | None = None
-    p95_s: float | None = None
     tokens: float | None = None
     samples: int | None = None
     grad_norm: float | None = None
@@ -281,7 +280,7 @@ def _mark(mark: StepMark) -> StepRow | None:
         return None
     begin, end = fact.sample_first, fact.sample_last
     samples = end - begin if begin is not None and end is not None and end > begin else None
-    names = ("seconds", "loss", "p50_s", "p95_s", "tokens", "grad_norm")
+    names = ("seconds", "loss", "p50_s", "tokens", "grad_norm")
     values = {name: finite(getattr(fact, name)) for name in names}
     return StepRow(mark.t, mark.attempt, fact.first, fact.last, samples=samples, **values)
 
