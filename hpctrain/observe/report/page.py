@@ -16,7 +16,6 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import VERSION
-from hpctrain.core.base.text import duration
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.observe.report.advice import advice
 from hpctrain.observe.report.charts import charts
@@ -26,13 +25,11 @@ from hpctrain.observe.report.summary import (
     NUMBERS,
     Chart,
     attempt_rows,
-    classes,
     evaluation_rows,
     facts,
     failure_groups,
     failure_line,
     nothing_to_show,
-    percent,
     when,
 )
 
@@ -248,21 +245,15 @@ def _foot(data: ReportData) -> str:
     return f"<footer><p>{escape(text)}</p></footer>"
 
 
-ATTEMPTS_SHOWN = 60
-TRACEBACK_LINES_TEXT = 30
-_DROPPED_FIRST = {"job": 1, "started": 2, "recovered in": 3}
-
-
 def as_text(data: ReportData, *, width: int = 80) -> str:
-    """One run, at most `width` columns wide but for names and tracebacks."""
+    """Numbers, charts in words and advice, at most `width` columns wide but for names.
+
+    Tables of attempts, failures and evaluations are those of `hpctrain status`.
+    """
     parts = [
         data.status.name,
         _facts_text(data, width),
-        _goodput(data),
         _words(data, width),
-        _attempts_text(data, width),
-        _evaluations_text(data, width),
-        _failures_text(data, width),
         _advice_text(data, width),
         "\n".join(wrap(f"note: {problem}", width) for problem in data.problems),
     ]
@@ -288,69 +279,11 @@ def _facts_text(data: ReportData, width: int) -> str:
     )
 
 
-def _goodput(data: ReportData) -> str:
-    if data.status.goodput.submitted_s <= 0:
-        return ""
-    rows = [row for row in classes(data.status.goodput) if row[1] > 0]
-    lines = [
-        f"  {name:22}{duration(seconds):>9}  {percent(share) if share else '':>8}"
-        for name, seconds, share in rows
-    ]
-    return "\n".join(["where the time went (wall time, share of allocated)", *lines])
-
-
 def _words(data: ReportData, width: int) -> str:
-    """What each chart would say; the first two are the tables above."""
-    drawn = charts(data)[2:]
+    """What each chart would say; the first is of colours."""
+    drawn = charts(data)[1:]
     lines = [f"{one.title.lower()}: {one.words}" for one in drawn if one.figure is not None]
     return "\n".join(wrap(line, width) for line in [*lines, nothing_to_show(drawn)] if line)
-
-
-def _attempts_text(data: ReportData, width: int) -> str:
-    from hpctrain.core.drawing import Column, drawn, fitted
-
-    rows = attempt_rows(data)
-    if not rows:
-        return ""
-    shown = rows[-ATTEMPTS_SHOWN:]
-    columns = [
-        Column(
-            title,
-            [row[at] for row in shown],
-            right=title in NUMBERS,
-            drop=_DROPPED_FIRST.get(title, 0),
-            shrink=title == "where",
-        )
-        for at, title in enumerate(ATTEMPT_TITLES)
-    ]
-    table = drawn(fitted(columns, width), width)
-    if len(rows) > len(shown):
-        return f"... {len(rows) - len(shown)} earlier attempts (the page shows all)\n{table}"
-    return table
-
-
-def _evaluations_text(data: ReportData, width: int) -> str:
-    from hpctrain.core.drawing import Column, drawn, fitted
-
-    rows = evaluation_rows(data)
-    if not rows:
-        return ""
-    columns = [
-        Column(title, [row[at] for row in rows[:ATTEMPTS_SHOWN]], right=not at, shrink=at > 1)
-        for at, title in enumerate(EVALUATION_TITLES)
-    ]
-    left = len(rows) - ATTEMPTS_SHOWN
-    more = f"\n... {left} earlier evaluations (the page shows all)" if left > 0 else ""
-    return f"evaluations\n{drawn(fitted(columns, width), width)}{more}"
-
-
-def _failures_text(data: ReportData, width: int) -> str:
-    blocks = []
-    for group in failure_groups(data):
-        lines = group.traceback.splitlines()[-TRACEBACK_LINES_TEXT:]
-        head = [wrap(f"failed: {failure_line(group)}", width), f"  {group.summary}"]
-        blocks.append("\n".join([*head, *(f"    {one}".rstrip() for one in lines)]))
-    return "\n".join(blocks)
 
 
 def _advice_text(data: ReportData, width: int) -> str:

@@ -136,18 +136,6 @@ def _speed(data: ReportData) -> list[Fact]:
     return facts_of_speed
 
 
-def classes(spent: Goodput) -> list[tuple[str, float, float]]:
-    """Name, seconds and share of allocated time of each class; the queue has no share."""
-    return [
-        (
-            NAMES[kind],
-            spent.seconds[kind],
-            spent.node_seconds.get(kind, 0.0) / spent.allocated_s if spent.allocated_s else 0.0,
-        )
-        for kind in NAMES
-    ]
-
-
 def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
     """A row per attempt under `ATTEMPT_TITLES`; times to the minute, in this machine's zone."""
     attempts = list(data.status.attempts)

@@ -121,18 +121,16 @@ def test_what_evaluations_have_found_is_marked_beside_the_loss(judged):
     assert marks["hovertext"][1].startswith("step 600 evaluated, best: &lt;/script&gt;")
 
 
-def test_evaluations_are_a_table_of_the_page_and_of_the_text(judged, data):
-    text, shown = as_text(judged, width=200), page(judged)
+def test_evaluations_are_a_table_of_the_page(judged, data):
+    shown = page(judged)
 
     assert NASTY not in shown
     for row in evaluation_rows(judged):
         assert all(cell in unescape(shown) for cell in row), row
-        assert all(cell in text for cell in row), row
     assert [row[1] for row in evaluation_rows(judged)] == [
         "waiting", "evaluated, best", "failed", "evaluated", "evaluated"
     ]  # fmt: skip
     assert 'id="evaluations"' not in page(data)
-    assert "evaluations" not in as_text(data)
 
 
 def test_a_loss_that_is_no_number_breaks_the_curve_and_is_counted(tmp_path):
@@ -291,7 +289,7 @@ def test_page_and_text_show_the_same_numbers(data):
         assert one.value in text, one
         assert one.value in shown, one
     for row in attempt_rows(data):
-        assert all(cell in text and cell in shown for cell in row), row
+        assert all(cell in shown for cell in row), row
 
 
 def test_a_report_says_what_a_run_has_survived_and_where_its_state_came_from(tmp_path):
