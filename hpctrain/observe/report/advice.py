@@ -1,17 +1,16 @@
 """What could go better, each with its evidence and what to do. Pure; no advice without numbers.
 
 A rule looks at what was gathered and gives an advice or nothing. Its thresholds stand here, beside
-their reasons.
+their reasons. Errors are the doctor's, memory is the profile's, a slow rank is the status's.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.core.base.text import count, duration, size
+from hpctrain.core.base.text import count, duration
 from hpctrain.ledger.history.goodput import TimeClass
 from hpctrain.ledger.history.progress import HOW_TO_REPORT
 from hpctrain.ledger.history.run_state import EndCause
@@ -32,22 +31,14 @@ STARTUP_SHARE = 0.05
 WARM_UP_SHARE = 0.05
 REDONE_SHARE = 0.02
 STALL_SHARE = 0.02
-QUEUE_SHARE = 0.3
-"""Of the time since the first submission."""
 LEAST_ALLOCATED_S = 600.0
 """Shares of a shorter run say little: its start is most of it."""
 NODE_ENDS = 2
 """Ends on one node: one may be chance."""
-SLOW_BY = 0.05
-SLOW_IN = 0.7
-"""Of the samples; a rank that is slow now and then is not the rank's fault."""
-LEAST_SAMPLES = 5
-MEMORY_SHARE = 0.95
 INTERVAL_FACTOR = 3.0
 """Within a factor of three of the best interval little is lost."""
 INTERVAL_SHARE = 0.005
 """Of the time that is at stake; a save that costs a moment may come as often as one likes."""
-SAME_FAILURE = 3
 NAMED = 8
 """Attempts that an evidence lists."""
 
@@ -177,23 +168,6 @@ def _one_error(data: ReportData, attempts: list[AttemptView]) -> bool:
     return bool(said) and all(len(nodes[summary]) > 1 for summary in said)
 
 
-def same_failure(data: ReportData) -> Iterator[Advice]:
-    """The same error again and again: starting anew does not help."""
-    seen: dict[str, list[int]] = defaultdict(list)
-    for attempt in data.status.attempts:
-        if attempt.failure is not None and attempt.cause not in _WARNED:
-            seen[attempt.failure.summary].append(attempt.number)
-    for summary, numbers in seen.items():
-        if len(numbers) >= SAME_FAILURE:
-            yield Advice(
-                "same-failure",
-                f"{len(numbers)} attempts ended with the same error",
-                f"attempts {_some(list(map(str, numbers)))}: {summary}",
-                "starting again does not help; the traceback is below",
-                0.5,
-            )
-
-
 def start_up(data: ReportData) -> Iterator[Advice]:
     """It takes long until the ranks read a checkpoint."""
     share = _share(data, TimeClass.STARTUP, TimeClass.RESTORE)
@@ -230,96 +204,6 @@ def warm_up(data: ReportData) -> Iterator[Advice]:
         "compiling is the usual reason: keep its cache between attempts (TORCHINDUCTOR_CACHE_DIR "
         "on a shared disk), or `--set engine.compile=no` where jobs are short",
         share,
-    )
-
-
-def slow_rank(data: ReportData) -> Iterator[Advice]:
-    """One rank is slower than the others most of the time, and they wait for it."""
-    waits = gather.waits(data.ranks)
-    if waits is None or waits.own_s is None or waits.samples < LEAST_SAMPLES:
-        return
-    rank, times = waits.slowest.most_common(1)[0]
-    if waits.behind[rank] <= SLOW_BY or times < SLOW_IN * waits.samples:
-        return
-    node = _node_of(data, rank, len(waits.wall_s))
-    on = f" on {node}" if node else ""
-    yield Advice(
-        "slow-rank",
-        f"Rank {rank}{on} is slower than the others",
-        f"slowest in {times} of {count(waits.samples, 'sample')}, its own work "
-        f"{percent(waits.behind[rank])} above the median of the ranks",
-        "look at its node with `hpctrain preflight`"
-        + (f"; keep it out with `--set slurm.exclude={node}`" if node else "")
-        + ". If it is slow on every node, its share of the work is larger",
-        waits.behind[rank],
-    )
-
-
-def _node_of(data: ReportData, rank: int, ranks: int) -> str:
-    """The node of a rank in the newest attempt that has samples."""
-    number = data.ranks[-1].attempt
-    nodes = next((one.nodes for one in data.status.attempts if one.number == number), ())
-    if not nodes or ranks % len(nodes):
-        return ""
-    return nodes[rank // (ranks // len(nodes))]
-
-
-def queue_wait(data: ReportData) -> Iterator[Advice]:
-    """More time goes by in the queue than a run can wish for."""
-    spent = data.status.goodput
-    queued = spent.seconds[TimeClass.QUEUE]
-    share = queued / spent.submitted_s if spent.submitted_s > 0 else 0.0
-    waits = [attempt.queued_s for attempt in data.status.attempts if attempt.queued_s is not None]
-    if share <= QUEUE_SHARE or queued < LEAST_ALLOCATED_S or not waits:
-        return
-    asked = data.spec.settings.slurm.time if data.spec is not None else ""
-    nodes = data.spec.settings.slurm.nodes if data.spec is not None else ""
-    wanted = f"; {asked} on {nodes} node(s) are asked for" if asked else ""
-    ranged = "" if "-" in nodes else ", or a range of nodes (`--nodes MIN-MAX`)"
-    yield Advice(
-        "queue-wait",
-        "Much of the time goes by in the queue",
-        f"{percent(share)} of the time since the first submission: {duration(queued)} in "
-        f"{count(len(waits), 'wait')}, the longest {duration(max(waits))}{wanted}",
-        f"shorter jobs fit into gaps of the schedule: a shorter `--time`{ranged}. A guess: how "
-        "this partition schedules cannot be seen from here",
-        share / 2,
-    )
-
-
-def memory_limit(data: ReportData) -> Iterator[Advice]:
-    """A device's memory is nearly used up; only where the device's name tells its size."""
-    held = gather.memory(data.ranks)
-    match = re.search(r"\b(\d{2,3})\s?GB\b", data.history.device)
-    if held is None or match is None:
-        return
-    whole = int(match[1]) * 2**30
-    values = held.reserved or held.peak
-    top = max(range(len(values)), key=values.__getitem__)
-    if values[top] < MEMORY_SHARE * whole:
-        return
-    yield Advice(
-        "memory",
-        "Device memory is nearly used up",
-        f"rank {top} held {size(round(values[top]))} of {data.history.device}",
-        "a smaller train.micro_batch, `--set engine.activation_checkpointing=selective`, or more "
-        "ranks for a sharded engine",
-        0.02,
-    )
-
-
-def allocation_retries(data: ReportData) -> Iterator[Advice]:
-    """Allocations that failed at first: each stops the device to empty its cache."""
-    held = gather.memory(data.ranks)
-    if held is None or held.retries < 1:
-        return
-    yield Advice(
-        "allocation-retries",
-        "Allocations of device memory were tried again",
-        f"{held.retries:.0f} times in attempt {held.attempt}; each stops the device",
-        "`--env PYTORCH_ALLOC_CONF=expandable_segments:True` at submit, or a smaller "
-        "train.micro_batch",
-        0.02,
     )
 
 
@@ -422,22 +306,6 @@ def stood_still(data: ReportData) -> Iterator[Advice]:
     yield Advice("no-progress", "Ranks stood still", evidence, do, share)
 
 
-def failed_saves(data: ReportData) -> Iterator[Advice]:
-    """Saves failed: what they would have kept is at stake."""
-    failed = data.history.missed.get("save_failed", 0)
-    last = data.status.saving.last_failed
-    if not failed:
-        return
-    yield Advice(
-        "failed-saves",
-        f"{count(failed, 'save')} failed",
-        f"of {failed + len(data.history.saves)}"
-        + (f"; the last at step {last.step}: {last.why}" if last is not None else ""),
-        "look at the disk's room and quota; `hpctrain checkpoints list` shows what is there",
-        0.1,
-    )
-
-
 def reports_nothing(data: ReportData) -> Iterator[Advice]:
     """Nobody knows what was lost, nor what else could be advised."""
     words = data.status.reported
@@ -457,9 +325,7 @@ def reports_nothing(data: ReportData) -> Iterator[Advice]:
 
 RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
     reports_nothing,
-    same_failure,
     bad_node,
-    failed_saves,
     blocking_saves,
     data_wait,
     lost_steps,
@@ -467,9 +333,5 @@ RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
     stood_still,
     start_up,
     warm_up,
-    slow_rank,
-    queue_wait,
-    memory_limit,
-    allocation_retries,
     interval,
 )

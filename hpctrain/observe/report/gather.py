@@ -246,7 +246,6 @@ class History:
     resumes: tuple[Restore, ...]
     saves: tuple[SaveRecord, ...]
     missed: dict[str, int]
-    device: str
     excluded: tuple[tuple[int | None, str], ...]
 
 
@@ -269,7 +268,6 @@ def steps_of(run: RunHistory) -> History:
         resumes=tuple(resumes),
         saves=tuple(save for save in run.saves if save.committed),
         missed=Counter(save.kind for save in run.saves if not save.committed),
-        device=next((a.device for a in reversed(run.attempts) if a.device), ""),
         excluded=tuple(run.excluded),
     )
 
