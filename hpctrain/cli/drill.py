@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,10 +17,9 @@ import click
 from hpctrain.advise.drill.promises import FAULTS, DrillFault, chosen
 from hpctrain.advise.drill.schedule import Course, row, summary
 from hpctrain.advise.drill.schedule import as_json as results_json
-from hpctrain.advise.drill.schedule import page as results_page
 from hpctrain.cli.options import cluster_option, json_option, runs_option, set_option
 from hpctrain.core.base.env import HPCTRAIN_FAULTS
-from hpctrain.core.base.files import make_runs_folder, replace_text
+from hpctrain.core.base.files import make_runs_folder
 from hpctrain.core.settings.layers import parse_set
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.core.terminal import echo_json, echo_note
@@ -32,6 +30,7 @@ from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 _RECIPE = {
     "train.steps": 1_000_000,
@@ -66,7 +65,7 @@ _DASHES = "hpctrain.drill.dashes"
 Examples:
   hpctrain drill                                 the shipped recipe, on this machine or in SLURM
   hpctrain drill --nodes 2 -- train.py --tiny    your own program
-  hpctrain drill --faults kill_rank,flip_bit --page drill.html
+  hpctrain drill --faults kill_rank,flip_bit
   hpctrain drill lm-3 --faults preempt --yes     a live run: it costs steps
   hpctrain drill --dry-run
 Exit codes: 0 no promise was broken; 3 one was.
@@ -84,7 +83,6 @@ Exit codes: 0 no promise was broken; 3 one was.
     default=300.0,
     help="Time limit of one fault.",
 )
-@click.option("--page", metavar="FILE", help="Write a page too: .html, else Markdown.")
 @click.option("--dry-run", is_flag=True, help="Only list the faults.")
 @click.option("--yes", is_flag=True, help="Do not ask before disturbing a live run.")
 @runs_option
@@ -143,7 +141,7 @@ def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **f
         if not click.confirm(question, default=False, err=True):
             raise UsageError(f"{run.name} was left alone; --yes answers beforehand")
     course = Course(run, spec.cluster, own=False, armed=None, patience_s=flags["patience"])
-    return _inject(course, faults, flags["page"], as_json=as_json)
+    return _inject(course, faults, as_json=as_json)
 
 
 def _own(
@@ -180,7 +178,7 @@ def _own(
                 armed=armed,
                 patience_s=flags["patience"],
             )
-            return _inject(course, faults, flags["page"], as_json=as_json)
+            return _inject(course, faults, as_json=as_json)
         finally:
             _end(run, runs)
     finally:
@@ -218,7 +216,7 @@ def _end(run: Any, runs: Path) -> None:
         echo_note(f"{run.name}: {error}")
 
 
-def _inject(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
+def _inject(course: Course, faults: list[DrillFault], *, as_json: bool) -> int:
     width = shutil.get_terminal_size((100, 24)).columns
     results = []
     if not as_json:
@@ -227,9 +225,6 @@ def _inject(course: Course, faults: list[DrillFault], page: str | None, *, as_js
         results.append(result)
         if not as_json:
             click.echo(row(result, width))
-    if page is not None:
-        is_html = page.endswith((".html", ".htm"))
-        replace_text(Path(page), results_page(course.run.name, results, html=is_html))
     if as_json:
         echo_json(results_json(course.run.name, results))
     else:
