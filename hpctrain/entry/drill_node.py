@@ -1,10 +1,9 @@
 """What a drill does on a node of the job, in a step of its own there, or on this machine.
 
     python -P -m hpctrain.entry.drill_node RUN plant FAULT ATTEMPT RANK SECONDS
-    python -P -m hpctrain.entry.drill_node RUN unflushed CHECKPOINT
 
-Prints one line of JSON: what `drill.injectors.plant` says, or the files of that checkpoint of which
-this machine has bytes in memory alone. tests/unit/entry/test_drill_node.py holds the promises.
+Prints one line of JSON: what `drill.injectors.plant` says. tests/unit/entry/test_drill_node.py
+holds the promises.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.drill import injectors
-from hpctrain.advise.drill.injectors import unflushed_files
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -29,22 +27,11 @@ def main(argv: Sequence[str]) -> int:
             run = RunDir(Path(root))
             done = injectors.plant(run, fault, int(attempt), int(rank), float(seconds))
             print(json.dumps(done._asdict()), flush=True)
-        case [root, "unflushed", name]:
-            print(json.dumps(_unflushed(RunDir(Path(root)), name)), flush=True)
         case _:
             words = " ".join(argv)
             print(f"hpctrain.entry.drill_node: {words!r}: see its docstring", file=sys.stderr)
             return 2
     return 0
-
-
-def _unflushed(run: RunDir, name: str) -> dict[str, list[str] | str]:
-    """Names of the files, or why this machine cannot say."""
-    try:
-        files = unflushed_files(run.checkpoints / name)
-    except FileNotFoundError:
-        return {"pruned": name}
-    return {"why": files} if isinstance(files, str) else {"files": files}
 
 
 if __name__ == "__main__":

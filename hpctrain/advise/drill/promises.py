@@ -77,8 +77,6 @@ def chosen(names: Sequence[str]) -> list[DrillFault]:
 
 
 Outcome = Literal["kept", "broken", "not tried"]
-WRITTEN_ELSEWHERE = "another machine has written it, and only that one can tell"
-"""What a node says of a checkpoint of which it has nothing in memory."""
 
 
 @dataclass(frozen=True)
@@ -143,23 +141,6 @@ def judge(
     if verdict.outcome == "kept" and len(problems) > planted.problems:
         return DrillVerdict("broken", f"samples were skipped or used twice: {problems[-1]}")
     return verdict
-
-
-def judge_flushed(name: str, answers: Sequence[list[str] | str]) -> DrillVerdict:
-    """Whether a checkpoint lies on the disk, by what each node has said of its own memory.
-
-    Args:
-        name: The checkpoint's.
-        answers: Of each node the files of which it has bytes in memory alone, or why it cannot say.
-    """
-    lost = sorted({file for one in answers if not isinstance(one, str) for file in one})
-    if lost:
-        return DrillVerdict("broken", f"{name} is committed; in memory alone: {', '.join(lost)}")
-    unanswered = [one for one in answers if isinstance(one, str)]
-    blind = [one for one in unanswered if one != WRITTEN_ELSEWHERE]
-    if blind or len(unanswered) == len(answers):
-        return DrillVerdict("not tried", (blind or [WRITTEN_ELSEWHERE])[0])
-    return DrillVerdict("kept", f"{name} is on disk, complete")
 
 
 def _trains(attempt: AttemptRecord) -> bool:

@@ -21,7 +21,6 @@ from hpctrain.advise.drill.promises import (
     Planted,
     is_settled,
     judge,
-    judge_flushed,
 )
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 TRIES = 3
-_SAID = frozenset({*injectors.Done._fields, "files", "pruned"})
+_SAID = frozenset(injectors.Done._fields)
 """What `entry.drill_node` says, by name."""
 
 
@@ -132,8 +131,6 @@ class Course:
             saves=len(history.saves),
             problems=len(lineage(history).problems),
         )
-        if fault.name == "power_cut":
-            return self._look_at_disk(history, now)
         if fault.armed and self.armed is not None:
             (self.armed / fault.name).unlink(missing_ok=True)
             return replace(planted, fired=False)
@@ -166,17 +163,6 @@ class Course:
         if done.step is not None:
             return replace(planted, damaged_step=done.step, damaged=done.name)
         return planted
-
-    def _look_at_disk(self, history: RunHistory, now: AttemptRecord) -> DrillVerdict:
-        newest = injectors.newest(self.run)
-        if newest is None:
-            return DrillVerdict("not tried", "it has no checkpoint of hpctrain's form")
-        said = self._on_nodes(_job_of(history, now), now.nodes, ("unflushed", newest[1]))
-        if len(said) < len(now.nodes):
-            return DrillVerdict("not tried", "not every node has answered")
-        if any("pruned" in one for one in said):
-            return DrillVerdict("not tried", f"{newest[1]} was pruned meanwhile", again=True)
-        return judge_flushed(newest[1], [one.get("files", one.get("why", "")) for one in said])
 
     def _on_nodes(
         self, job_id: str, nodes: Sequence[str], words: Sequence[str]

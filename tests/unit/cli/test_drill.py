@@ -18,7 +18,7 @@ from hpctrain.core.base.env import HPCTRAIN_FAULTS
 RESULTS = [
     DrillResult(FAULTS["kill_rank"], DrillVerdict("kept", "attempt 2 went on"), 3.21),
     DrillResult(FAULTS["flip_bit"], DrillVerdict("broken", "loaded <step> | it was damaged"), 4.0),
-    DrillResult(FAULTS["power_cut"], DrillVerdict("not tried", "nobody can tell"), 0.1),
+    DrillResult(FAULTS["fill_disk"], DrillVerdict("not tried", "nobody can tell"), 0.1),
 ]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.advise.drill import schedule
-from hpctrain.advise.drill.promises import FAULTS, WRITTEN_ELSEWHERE, Planted
+from hpctrain.advise.drill.promises import FAULTS, Planted
 from hpctrain.advise.drill.schedule import Course
 from hpctrain.cluster.scheduler.base import Cluster
 from hpctrain.ledger.history.run_history import RunHistory
@@ -80,34 +80,3 @@ def test_what_was_damaged_is_what_the_node_has_said(reach):
 def test_a_rank_that_was_not_met_is_not_tried(reach, answer, why):
     verdict, _ = reach("kill_rank", answer)
     assert (verdict.outcome, verdict.why) == ("not tried", why)
-
-
-def test_every_node_is_asked_what_it_has_in_memory_alone(reach):
-    told = [{"files": []}, {"why": WRITTEN_ELSEWHERE}, {"files": ["shard-2"]}]
-    verdict, asked = reach("power_cut", "\n".join(map(json.dumps, told)))
-    assert [nodes for _, nodes, _ in asked] == [["n7", "n2", "n5"]]
-    assert (verdict.outcome, verdict.why) == (
-        "broken",
-        "step-0000000020 is committed; in memory alone: shard-2",
-    )
-
-
-@pytest.mark.parametrize(
-    ("told", "outcome", "why"),
-    [
-        ([[], [], WRITTEN_ELSEWHERE], "kept", "step-0000000020 is on disk, complete"),
-        ([WRITTEN_ELSEWHERE] * 3, "not tried", WRITTEN_ELSEWHERE),
-        ([[], WRITTEN_ELSEWHERE, "no cachestat"], "not tried", "no cachestat"),
-        ([[], []], "not tried", "not every node has answered"),
-    ],
-)
-def test_what_lies_on_the_disk_is_said_where_all_nodes_can_tell(reach, told, outcome, why):
-    lines = [{"why": one} if isinstance(one, str) else {"files": one} for one in told]
-    verdict, _ = reach("power_cut", "\n".join(map(json.dumps, lines)))
-    assert (verdict.outcome, verdict.why) == (outcome, why)
-
-
-def test_one_that_was_pruned_meanwhile_is_tried_again(reach):
-    lines = [{"files": []}, {"pruned": "step-0000000020"}, {"files": []}]
-    verdict, _ = reach("power_cut", "\n".join(map(json.dumps, lines)))
-    assert (verdict.outcome, verdict.again) == ("not tried", True)

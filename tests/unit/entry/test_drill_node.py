@@ -97,12 +97,6 @@ def test_a_frozen_rank_is_continued_also_where_the_program_is_ended(run, rank):
         until(lambda: state(rank.pid) != STANDS)
 
 
-def test_files_of_a_checkpoint_that_is_gone_are_not_called_safe(run, capsys):
-    assert said(capsys, run, "unflushed", "step-0000000060") == {"pruned": "step-0000000060"}
-    there = said(capsys, run, "unflushed", "step-0000000040")
-    assert there == {"files": ["shard"]} or set(there) == {"why"}
-
-
 def test_other_words_are_no_fault(run, capsys):
     assert drill_node.main([str(run.root), "hurt"]) == 2
     assert "see its docstring" in capsys.readouterr().err
