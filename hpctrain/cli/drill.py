@@ -23,10 +23,8 @@ from hpctrain.core.base.files import make_runs_folder
 from hpctrain.core.settings.layers import parse_set
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.core.terminal import echo_json, echo_note
-from hpctrain.errors import ChecksFailed, HpctrainError, UsageError
-from hpctrain.ledger.run.find_run import find_run
+from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,31 +45,18 @@ _ANY = {"run.log_every_s": 0.2, "run.restart_pause_s": 1.0, "budget.crashes": 0}
 _SCRIPT = {"checkpoint.interval_s": 10.0}
 
 
-class _Drill(click.Command):
-    """Notes whether words stand behind a `--`, which click takes away: they are a script's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_DASHES] = "--" in args
-        return super().parse_args(ctx, args)
-
-
-_DASHES = "hpctrain.drill.dashes"
-
-
 @click.command(
     name="drill",
-    cls=_Drill,
     epilog="""\b
 Examples:
   hpctrain drill                                 the shipped recipe, on this machine or in SLURM
   hpctrain drill --nodes 2 -- train.py --tiny    your own program
   hpctrain drill --faults kill_rank,flip_bit
-  hpctrain drill lm-3 --faults preempt --yes     a live run: it costs steps
   hpctrain drill --dry-run
 Exit codes: 0 no promise was broken; 3 one was.
 """,
 )
-@click.argument("words", nargs=-1, metavar="[RUN | -- SCRIPT ARGS...]")
+@click.argument("words", nargs=-1, metavar="[-- SCRIPT ARGS...]")
 @click.option("--faults", default="", metavar="NAME,...", help="Only these.  [default: all]")
 @click.option("--nodes", default="1", metavar="N", help="Nodes of the drill's own run.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=2, help="Ranks on each.")
@@ -84,7 +69,6 @@ Exit codes: 0 no promise was broken; 3 one was.
     help="Time limit of one fault.",
 )
 @click.option("--dry-run", is_flag=True, help="Only list the faults.")
-@click.option("--yes", is_flag=True, help="Do not ask before disturbing a live run.")
 @runs_option
 @json_option
 def command(
@@ -92,21 +76,13 @@ def command(
 ) -> int:
     """Inject faults into a run, one after another, and check the README's promises.
 
-    Without RUN it starts its own run and cancels it at the end. On a live RUN it skips faults
-    that could lose data.
+    It starts a run of its own and cancels it at the end.
     """
-    named = bool(words) and not click.get_current_context().meta[_DASHES]
-    if named and len(words) > 1:
-        raise UsageError(
-            f"one RUN at a time; a script stands behind --: drill -- {' '.join(words)}"
-        )
     picked = chosen([one.strip() for one in faults.split(",") if one.strip()])
     if dry_run:
-        _list(picked, live=named, as_json=as_json)
+        _list(picked, as_json=as_json)
         return 0
     with _stop_as_interrupt():
-        if named:
-            return _live(words[0], picked, runs, as_json=as_json, **flags)
         return _own(list(words), picked, runs, as_json=as_json, **flags)
 
 
@@ -124,24 +100,12 @@ def _stop_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
+def _list(faults: Sequence[DrillFault], *, as_json: bool) -> None:
     if as_json:
         echo_json([{"name": f.name, "does": f.does, "promise": f.promise} for f in faults])
         return
     for fault in faults:
-        left = " (left out: it could lose data)" if live and not fault.on_live else ""
-        click.echo(f"{fault.name}{left}\n    does: {fault.does}\n    promise: {fault.promise}")
-
-
-def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any) -> int:
-    run = find_run(name, runs=runs)
-    spec = own_spec(run, named=name)
-    if not flags["yes"]:
-        question = f"{run.name} will be killed and preempted, and lose steps. Go on?"
-        if not click.confirm(question, default=False, err=True):
-            raise UsageError(f"{run.name} was left alone; --yes answers beforehand")
-    course = Course(run, spec.cluster, own=False, armed=None, patience_s=flags["patience"])
-    return _inject(course, faults, as_json=as_json)
+        click.echo(f"{fault.name}\n    does: {fault.does}\n    promise: {fault.promise}")
 
 
 def _own(
@@ -174,7 +138,6 @@ def _own(
             course = Course(
                 run,
                 load_spec(run.spec).cluster,
-                own=True,
                 armed=armed,
                 patience_s=flags["patience"],
             )

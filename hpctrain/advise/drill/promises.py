@@ -33,7 +33,6 @@ class DrillFault:
     does: str  # what is done
     promise: str  # what must come of it
     anchor: str = README  # where that is promised
-    on_live: bool = True  # a run that matters can take it: it costs steps at most, and never data
     # by which words of docs/development/testing-faults.md it is armed when the run starts; ""
     # where it is done from outside
     armed: str = ""

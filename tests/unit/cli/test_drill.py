@@ -30,15 +30,6 @@ def test_a_dry_run_lists_every_fault_with_its_promise(capsys):
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["kill_rank", "preempt"]
 
 
-def test_of_a_live_run_it_says_what_is_left_out(capsys):
-    assert main(["drill", "--dry-run", "lm-3"]) == 0
-    live = capsys.readouterr().out
-    assert "flip_bit (left out: it could lose data)" in live
-    assert "kill_rank\n" in live
-    assert main(["drill", "--dry-run", "--", "train.py"]) == 0
-    assert "left out" not in capsys.readouterr().out
-
-
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """An empty folder with a local cluster of its own."""
@@ -51,8 +42,7 @@ def alone(tmp_path, monkeypatch):
     ("words", "code", "said"),
     [
         (["--faults", "kil_rank"], 2, "did you mean kill_rank?"),
-        (["lm-3", "lm-4"], 2, "one RUN at a time; a script stands behind --: drill -- lm-3 lm-4"),
-        (["lm-3"], 4, "lm-3"),
+        (["lm-3"], 4, "script lm-3 is not there"),
         (["--set", "x", "--", "train.py"], 2, "--set x: not of the form section.key=value"),
         (["--cluster", "local", "--", "nothere.py"], 4, "script nothere.py is not there"),
     ],

@@ -26,8 +26,3 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(name, hint):
     with pytest.raises(UsageError) as refused:
         chosen([name])
     assert hint in str(refused.value)
-
-
-def test_a_run_that_matters_is_left_its_data():
-    kept_from = {one.name for one in FAULTS.values() if not one.on_live}
-    assert {"tear_checkpoint", "flip_bit", "fill_disk", "second_writer"} <= kept_from

@@ -40,7 +40,7 @@ def reach(tmp_path, monkeypatch):
         nodes = Nodes(*answers)
         monkeypatch.setattr(schedule, "get_cluster", lambda _: nodes)
         history = RunHistory.read(story.run)
-        drill = Course(story.run, "slurm", own=True, armed=None, patience_s=1.0)
+        drill = Course(story.run, "slurm", armed=tmp_path, patience_s=1.0)
         found = drill._plant(FAULTS[fault], history, history.newest)
         return found, nodes.asked
 
