@@ -87,9 +87,7 @@ def test_planned_memory_is_near_what_was_published():
 def test_computing_blocks_again_never_makes_a_step_shorter():
     """Of one H200 a well tuned run was published, with recomputation: 67 % of its peak."""
     for family in ("a100", "h100", "h200", "gh200", "mi300x"):
-        plain, full = (
-            share_of(family, layout)[0] for layout in (None, Spread(recompute=True))
-        )
+        plain, full = (share_of(family, layout)[0] for layout in (None, Spread(recompute=True)))
         assert full <= 4 / 3 * plain, family
 
 
