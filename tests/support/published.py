@@ -6,7 +6,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from math import sqrt
+from math import ceil, floor, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import gpu_of
 from hpctrain.advise.strategy.strategies import Machines
-from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, kind_of, work_of_step
+from hpctrain.advise.strategy.timing import ANY, Links, kind_of, work_of_step
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.choice import Row
@@ -116,63 +116,45 @@ def planned(said: dict[str, Any]) -> Published:
 # ---- what follows from the runs: utilization.toml, and the table of tests/data/plan-published.md
 
 
-def shares(*, calibration: bool) -> dict[tuple[str, str], list[float]]:
-    """Return the shares of the peak that runs reached, by GPU's family and kind of run."""
+def shares() -> dict[tuple[str, str], list[float]]:
+    """Return the shares of the peak that calibration runs reached, by GPU's family and kind."""
     found: dict[tuple[str, str], list[float]] = {}
     for run in runs():
         gpu, batch, seconds = run.asked.gpu, run.row.batch, run.step_s
-        if seconds and batch and gpu.flops and not (calibration and run.is_held_out):
+        if seconds and batch and gpu.flops and not run.is_held_out:
             share = work_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
             found.setdefault((gpu.family, kind_of(run.row.way.layout)), []).append(share)
     return found
 
 
-def fitted() -> dict[str, dict[str, dict[str, float]]]:
+def fitted() -> dict[str, dict[str, float]]:
     """Return what utilization.toml has to hold.
 
-    The typical share is the geometric mean of the lowest and the highest calibration run; the range
-    is that of all published runs on GPUs with the same compute. A GPU without runs gets the lowest
-    of all families.
+    A share is the geometric mean of the lowest and the highest calibration run. A GPU without runs
+    gets the lowest of all families. The spread is that of all published runs around their plan.
     """
-    every, table = shares(calibration=False), dict[str, dict[str, dict[str, float]]]()
-    for (family, kind), used in shares(calibration=True).items():
-        like = ALIKE.get(family, family)
-        seen = [
-            share
-            for (other, each), found in every.items()
-            if each == kind and ALIKE.get(other, other) == like
-            for share in found
-        ]
-        typical = round(sqrt(min(used) * max(used)), 3)
-        low, high = round(min(seen), 3), round(max(seen), 3)
-        row = {"low": low, "typical": typical, "high": high, "runs": len(seen)}
-        table.setdefault(family, {})[kind] = row
-    table[ANY] = {}
-    for kind in ("plain", "half", "full", "tp"):
-        seen = [share for (_, each), found in every.items() if each == kind for share in found]
-        rows = [table[family][kind] for family in table if kind in table[family]]
-        table[ANY][kind] = {
-            "low": round(min(seen), 3),
-            "typical": min(row["typical"] for row in rows),
-            "high": round(max(seen), 3),
-            "runs": len(seen),
-        }
-    return table
+    table = dict[str, dict[str, float]]()
+    for (family, kind), used in shares().items():
+        table.setdefault(family, {})[kind] = round(sqrt(min(used) * max(used)), 3)
+    kinds = {kind for row in table.values() for kind in row}
+    table[ANY] = {kind: min(row.get(kind, 1) for row in table.values()) for kind in kinds}
+    around = [1 / run.step_ratio for run in runs() if run.step_ratio]
+    least, most = floor(min(around) * 100) / 100, ceil(max(around) * 100) / 100
+    return table | {"spread": {"least": least, "most": most, "runs": len(around)}}
 
 
 def utilization_toml() -> str:
     """Return the text of hpctrain/advise/strategy/utilization.toml."""
     lines = [
-        "# Shares of a GPU's peak that published training runs reached, with the operations of a",
+        "# Shares of a GPU's peak that tuned training programs reached, with the operations of a",
         "# recomputation counted. Written by `python -m tests.support.published utilization` from",
         "# tests/data/published-runs.toml; add a run there. plain: no recomputation; half:",
-        "# torchtitan's selective one; full: each block; tp: with tensor parallelism.",
+        "# torchtitan's selective one; full: each block; tp: with tensor parallelism. spread: times",
+        "# that all published runs took, of those planned for them.",
     ]
     for family, rows in sorted(fitted().items()):
         lines += ["", f"[{family}]"]
-        for kind, row in sorted(rows.items()):
-            values = ", ".join(f"{key} = {value}" for key, value in row.items())
-            lines.append(f"{kind} = {{ {values} }}")
+        lines += [f"{kind} = {value}" for kind, value in sorted(rows.items())]
     return "\n".join(lines) + "\n"
 
 

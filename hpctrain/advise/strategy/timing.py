@@ -2,7 +2,7 @@
 
 Compute is the model's work (`work_of_step`) by a share of the GPU's peak, traffic is bytes by the
 link's rate, and the longer of the two counts: they overlap at best. utilization.toml has the share
-that training reaches, a range for each kind of run, fitted to published runs. Pure.
+that tuned programs reach, and the range in which published runs lie around the plan. Pure.
 tests/unit/strategy/test_published.py holds that against published runs, test_timing.py the volumes.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,24 +31,6 @@ MOST_OPERATIONS = 4 / 3
 published runs with recomputation may come from better tuned programs than those without."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """Of the peak: 0 to 1."""
-
-    low: float  # the lowest of the published runs
-    typical: float  # what a plan takes
-    high: float  # the highest
-    runs: int  # published runs that it was fitted to
-    family: str  # of GPU; "any" where none of this family was published
-
-    @property
-    def basis(self) -> str:
-        """What a reader should know of it."""
-        whose = " on other GPUs" if self.family == ANY else ""
-        many = "1 published run" if self.runs == 1 else f"{self.runs} published runs"
-        return f"{self.typical:.0%} ({self.low:.0%} to {self.high:.0%} in {many}{whose})"
-
-
 def kind_of(layout: Spread | None) -> str:
     """Return the kind of run: "plain", "half", "full", or "tp" where matrices are cut."""
     if layout is None:
@@ -58,25 +40,22 @@ def kind_of(layout: Spread | None) -> str:
     return "full" if layout.recompute else "half" if layout.selective == "half" else "plain"
 
 
-def share_of(family: str, layout: Spread | None) -> Share:
-    """Return the share of the peak for a kind of run on a family of GPUs.
+def share_of(family: str, layout: Spread | None) -> tuple[float, str]:
+    """Return the share of the peak for a kind of run, and the family of GPUs that it is known of.
 
     Where no such run was published, that of the GPU with the same compute counts, else `any`.
     """
     kind = kind_of(layout)
-    share = _of_kind(family, kind)
+    share, known = _of_kind(family, kind)
     if kind == "full":
-        most = MOST_OPERATIONS * _of_kind(family, "plain").typical
-        share = replace(share, typical=min(share.typical, most))
-    return share
+        share = min(share, MOST_OPERATIONS * _of_kind(family, "plain")[0])
+    return share, known
 
 
-def _of_kind(family: str, kind: str) -> Share:
+def _of_kind(family: str, kind: str) -> tuple[float, str]:
     table = _read()
-    for key in (family, ALIKE.get(family, ""), ANY):
-        if kind in table.get(key, {}):
-            return Share(**table[key][kind], family=key)
-    raise AssertionError(kind)
+    keys = (family, ALIKE.get(family, ""), ANY)
+    return next((table[key][kind], key) for key in keys if kind in table.get(key, {}))
 
 
 @functools.cache
@@ -116,9 +95,9 @@ class StepTime:
     compute_s: float | None  # the part that is products; None where the GPU's peak is not known
     traffic_s: float | None  # the part that travels; None where a rate is not known
     basis: str  # what it rests on, or what is missing
-    # at the highest share of the peak that published runs of this kind reached
+    # range in which published runs lie around their plan
     least_s: float | None = None
-    most_s: float | None = None  # at the lowest
+    most_s: float | None = None
 
 
 ATTENTION_COST = 1.5
@@ -258,16 +237,20 @@ def step_time(
                for nbytes, rate, place in sides
                if nbytes and not rate and not (slow and place == "in a node")]  # fmt: skip
     sent = None if missing else sum(n / rate for n, rate, _ in sides if n and rate)
-    share = share_of(gpu.family, layout)
-    compute = None if gpu.flops is None else work / (gpu.flops * share.typical)
+    share, known = share_of(gpu.family, layout)
+    compute = None if gpu.flops is None else work / (gpu.flops * share)
     if compute is None:
         missing.insert(0, f"the peak of {gpu.name}")
     if compute is None or sent is None:
         return StepTime(None, compute, sent, f"not known: {', '.join(missing)}")
-    basis = f"{share.basis} of {gpu.name}'s peak, links at their rate"
+    spread = _read()["spread"]
+    basis = (
+        f"{share:.0%} of {gpu.name}'s peak{', as on other GPUs' if known == ANY else ''}, links at "
+        f"their rate; {spread['runs']} published runs took {spread['least']:.2g} to "
+        f"{spread['most']:.2g} times their plan"
+    )
     if traffic.host:
         basis += "; the host's own update of the weights is not in it"
-    slowest, fastest = (compute * share.typical / edge for edge in (share.low, share.high))
-    return StepTime(
-        max(compute, sent), compute, sent, basis, max(fastest, sent), max(slowest, sent)
-    )
+    seconds = max(compute, sent)
+    least = max(seconds * spread["least"], sent)
+    return StepTime(seconds, compute, sent, basis, least, seconds * spread["most"])
