@@ -91,13 +91,8 @@ AGAIN = {"recompute": True}
 
 QUICK: list[Case] = [
     ("llama-156M", {**SINGLE, **LONG}),
-    ("llama-156M", {**FSDP2, **SMALL, **AGAIN}),
-    ("llama-156M", {**NO_RESHARD, **LONG}),
     ("gpt2-124M", {**DDP, **SMALL}),
-    ("bert-52M", {**HSDP, **SMALL, **AGAIN}),
-    ("mixtral-270M", {**FSDP2, **SMALL}),
     ("llama-20M", {**FSDP2, **SMALL, **AGAIN, "offload": True}),
-    ("llama-156M", {**FSDP2, "ranks": 2, "micro": 1, "seq": 64, "offload": True}),
     ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 0, "passes": 8}),
     ("llama-20M", {**FSDP2, **SMALL, "lora": 16}),
     ("mixtral-12M", {**FSDP2, **SMALL, "ep": 4, "real": True}),
@@ -106,6 +101,11 @@ QUICK: list[Case] = [
 ]
 """Of each family and each way, in seconds."""
 MORE: list[Case] = [
+    ("llama-156M", {**FSDP2, **SMALL, **AGAIN}),
+    ("llama-156M", {**NO_RESHARD, **LONG}),
+    ("bert-52M", {**HSDP, **SMALL, **AGAIN}),
+    ("mixtral-270M", {**FSDP2, **SMALL}),
+    ("llama-156M", {**FSDP2, "ranks": 2, "micro": 1, "seq": 64, "offload": True}),
     ("gpt2-124M", {**FSDP2, **LONG, "passes": 2}),
     ("llama-20M", {**FSDP2, **SMALL, "offload": True}),
     ("gpt2-124M", {**FSDP2, "micro": 1, "seq": 64, "passes": 2, "offload": True}),
