@@ -264,7 +264,7 @@ def test_tensorboard_shows_settings_attempts_and_hparams_in_one_run(tmp_path):
     assert session.group_name == "run-id"
     assert session.hparams["train.steps"].number_value == 40
     assert session.hparams["engine.kind"].string_value == "ddp"
-    assert session.hparams["engine.float8"].WhichOneof("kind") == "bool_value"
+    assert session.hparams["engine.exact"].WhichOneof("kind") == "bool_value"
     assert [path.is_file() for path in story.run.tensorboard.iterdir()] == [True, True]
 
 
