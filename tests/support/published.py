@@ -149,8 +149,8 @@ def utilization_toml() -> str:
         "# Shares of a GPU's peak that tuned training programs reached, with the operations of a",
         "# recomputation counted. Written by `python -m tests.support.published utilization` from",
         "# tests/data/published-runs.toml; add a run there. plain: no recomputation; half:",
-        "# torchtitan's selective one; full: each block; tp: with tensor parallelism. spread: times",
-        "# that all published runs took, of those planned for them.",
+        "# torchtitan's selective one; full: each block; tp: with tensor parallelism. spread: what",
+        "# all published runs took, as a multiple of what is planned for them.",
     ]
     for family, rows in sorted(fitted().items()):
         lines += ["", f"[{family}]"]

@@ -46,10 +46,10 @@ def share_of(family: str, layout: Spread | None) -> tuple[float, str]:
     Where no such run was published, that of the GPU with the same compute counts, else `any`.
     """
     kind = kind_of(layout)
-    share, known = _of_kind(family, kind)
+    share, measured_on = _of_kind(family, kind)
     if kind == "full":
         share = min(share, MOST_OPERATIONS * _of_kind(family, "plain")[0])
-    return share, known
+    return share, measured_on
 
 
 def _of_kind(family: str, kind: str) -> tuple[float, str]:
@@ -237,15 +237,16 @@ def step_time(
                for nbytes, rate, place in sides
                if nbytes and not rate and not (slow and place == "in a node")]  # fmt: skip
     sent = None if missing else sum(n / rate for n, rate, _ in sides if n and rate)
-    share, known = share_of(gpu.family, layout)
+    share, measured_on = share_of(gpu.family, layout)
     compute = None if gpu.flops is None else work / (gpu.flops * share)
     if compute is None:
         missing.insert(0, f"the peak of {gpu.name}")
     if compute is None or sent is None:
         return StepTime(None, compute, sent, f"not known: {', '.join(missing)}")
     spread = _read()["spread"]
+    others = ", as on other GPUs" if measured_on == ANY else ""
     basis = (
-        f"{share:.0%} of {gpu.name}'s peak{', as on other GPUs' if known == ANY else ''}, links at "
+        f"{share:.0%} of {gpu.name}'s peak{others}, links at "
         f"their rate; {spread['runs']} published runs took {spread['least']:.2g} to "
         f"{spread['most']:.2g} times their plan"
     )
