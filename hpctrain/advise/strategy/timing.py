@@ -59,7 +59,7 @@ def _of_kind(family: str, kind: str) -> tuple[float, str]:
 
 
 @functools.cache
-def _read() -> dict[str, dict[str, dict[str, Any]]]:
+def _read() -> dict[str, dict[str, Any]]:
     path = Path(__file__).with_name("utilization.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
