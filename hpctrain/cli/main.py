@@ -96,8 +96,10 @@ ALIASES = {
 """What people type by habit, to the command that is meant; no help lists them."""
 REMOVED = {
     "train": "`hpctrain submit --cluster local` trains the shipped recipe on this machine",
+    "sites test": "`hpctrain check --site FILE` asks SLURM the same, beside its other checks",
+    "report --compare": "`hpctrain status A B` and `hpctrain tensorboard A B` show several runs",
 }
-"""Commands that there were, and what to type instead."""
+"""Commands and options that a release had, and what to type instead."""
 
 HELP = """Keep a PyTorch training program training on a SLURM cluster until it is done.
 
@@ -141,10 +143,6 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if instead := REMOVED.get(str(args[0])):
-                raise click.UsageError(
-                    f"There is no `{args[0]}` any more: {instead}.", ctx
-                ) from None
             alike = get_close_matches(str(args[0]), self.table, n=1)
             if alike and self.get_command(ctx, args[0]) is None:
                 raise click.UsageError(f"{error.message} Did you mean '{alike[0]}'?", ctx) from None
@@ -266,8 +264,14 @@ def _is_folder_gone() -> bool:
 def _one_line(error: click.ClickException) -> str:
     """Message of click's, with the help that fits it."""
     message = " ".join(error.format_message().split())
-    context = getattr(error, "ctx", None)
-    return f"{message} See `{context.command_path} --help`." if context else message
+    if not (context := getattr(error, "ctx", None)):
+        return message
+    command = re.match(r"No such command '([^']+)'", message)
+    word = command[1] if command else getattr(error, "option_name", "")
+    name = " ".join([*context.command_path.split()[1:], word])
+    if name in REMOVED:
+        message = f"There is no `{name}` any more: {REMOVED[name]}."
+    return f"{message} See `{context.command_path} --help`."
 
 
 EXIT_CODES_TOPIC = "exit-codes"

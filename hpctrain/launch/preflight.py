@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
-    from hpctrain.errors import (
-        HpctrainError,
-    )
+    from hpctrain.errors import HpctrainError
 
     Say = Callable[[str], None]
 

@@ -246,9 +246,8 @@ def step_time(
     spread = _read()["spread"]
     others = ", as on other GPUs" if measured_on == ANY else ""
     basis = (
-        f"{share:.0%} of {gpu.name}'s peak{others}, links at "
-        f"their rate; {spread['runs']} published runs took {spread['least']:.2g} to "
-        f"{spread['most']:.2g} times their plan"
+        f"{share:.0%} of {gpu.name}'s peak{others}, links at their rate; {spread['runs']} "
+        f"published runs took {spread['least']:.2g} to {spread['most']:.2g} times their plan"
     )
     if traffic.host:
         basis += "; the host's own update of the weights is not in it"

@@ -240,8 +240,7 @@ def _failures(data: ReportData) -> str:
 
 
 def _foot(data: ReportData) -> str:
-    made = when(data.status.now)
-    text = f"Made by hpctrain {VERSION} on {made} from {data.status.root}."
+    text = f"Made by hpctrain {VERSION} on {when(data.status.now)} from {data.status.root}."
     return f"<footer><p>{escape(text)}</p></footer>"
 
 

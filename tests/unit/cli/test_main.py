@@ -154,6 +154,20 @@ def test_an_exit_code_of_a_command_is_the_programs(command):
                 "shipped recipe on this machine. See `hpctrain --help`."
             ),
         ),
+        (
+            ["sites", "test", "alps"],
+            (
+                "There is no `sites test` any more: `hpctrain check --site FILE` asks SLURM the "
+                "same, beside its other checks. See `hpctrain sites --help`."
+            ),
+        ),
+        (
+            ["report", "lm", "--compare"],
+            (
+                "There is no `report --compare` any more: `hpctrain status A B` and `hpctrain "
+                "tensorboard A B` show several runs. See `hpctrain report --help`."
+            ),
+        ),
         (["--nope"], "No such option '--nope'."),
         (["sites", "show"], "Missing argument 'NAME'. See `hpctrain sites show --help`."),
     ],
