@@ -267,20 +267,22 @@ def _compiled():
     from torch._dynamo.utils import counters
 
     warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
+    # As tests leave one in their process: torch compiles it too, into no graph.
+    sys.addaudithook(lambda *_: None)
     found = {}
     for kind in ("zero1", "zero3"):
         plain = zero.steps(zero.build(kind), 0, 2)
         counters.clear()
         compiled = zero.steps(zero.build(kind, compile="aot_eager"), 0, 2)
-        found[kind] = (plain, compiled, dict(counters["frames"]))
+        found[kind] = (plain, compiled, counters["stats"]["unique_graphs"])
     return found
 
 
 def test_compiled_blocks_train_the_same_from_one_graph_each():
     """At stage 3 DeepSpeed's hooks on every submodule would cut them into dozens."""
-    for plain, compiled, frames in zero.launch(_compiled, 2)[0].values():
+    for plain, compiled, graphs in zero.launch(_compiled, 2)[0].values():
         assert compiled == [pytest.approx(pair, rel=1e-6) for pair in plain]
-        assert frames == {"total": 1, "ok": 1}
+        assert graphs == 1
 
 
 def _used_once(folder):

@@ -13,6 +13,7 @@ import os
 import pickle
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import ExitStack
 from importlib import import_module
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TIMEOUT_S = 180
+"""For all ranks together: pytest ends a test at 240 s, and would not show where they stand."""
 STUCK_S = TIMEOUT_S - 10
 """By then a rank writes down where it stands."""
 LEAVE_S = 60
@@ -121,8 +123,9 @@ def _launch(
         for process in ranks:
             process.start()
         gc.unfreeze()
+        ends = time.monotonic() + TIMEOUT_S
         for process in ranks:
-            process.join(TIMEOUT_S)
+            process.join(max(0.0, ends - time.monotonic()))
         hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for process in ranks:
             process.kill()
