@@ -115,10 +115,7 @@ class CollectiveCalls:
         self.worlds = _mpi_worlds(syntax)
         self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
         """Whether ranks may stay away from Horovod's collectives, as join() allows."""
-        self.sharded = self._targets_of(*FSDP_NAMES)
-        self.sharded |= {
-            ast.unparse(call.args[0]) for call in syntax.calls_to("state_dict_type") if call.args
-        }
+        self.sharded = self._targets_of(*FSDP_NAMES, "state_dict_type")
         self.engines = self._targets_of("initialize", root="deepspeed")
         self.direct: dict[ast.Call, CollectiveCall] = {}
         for call in syntax.calls:
@@ -136,9 +133,12 @@ class CollectiveCalls:
             made_by |= self._through_calls(made_by)
         return made_by
 
-    def _targets_of(self, *names: str, root: str = "") -> set[str]:
-        """Variables that hold what such a call returns, or that it changes in place."""
-        targets: set[str] = set()
+    def _targets_of(self, *names: str, root: str = "") -> set[tuple[LintScope | None, str]]:
+        """Variables that hold what such a call returns, or that it is about, by their scopes.
+
+        An attribute is the same one everywhere: its scope is None.
+        """
+        targets: set[tuple[LintScope | None, str]] = set()
         for call in self.syntax.calls_to(*names):
             dotted = self.syntax.dotted(call.func)
             if root and not dotted.startswith(root):
@@ -147,10 +147,30 @@ class CollectiveCalls:
             if isinstance(parent, ast.Assign):
                 target = parent.targets[0]
                 first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
-                targets.add(ast.unparse(first))
-            elif last(dotted) == "fully_shard" and call.args:
-                targets.add(ast.unparse(call.args[0]))
+            elif last(dotted) in ("fully_shard", "state_dict_type") and call.args:
+                first = call.args[0]
+            else:
+                continue
+            scope = self.syntax.scope_of[call] if isinstance(first, ast.Name) else None
+            targets.add((scope, ast.unparse(first)))
         return targets
+
+    def _is_one(
+        self, node: ast.AST, targets: set[tuple[LintScope | None, str]], depth: int = 3
+    ) -> bool:
+        """Whether an expression is such a variable, or a parameter that is one at every call."""
+        if not targets or not isinstance(node, ast.Name):
+            return bool(targets) and (None, ast.unparse(node)) in targets
+        scope: LintScope | None = self.syntax.scope_of[node]
+        while scope is not None and node.id not in scope.parameters:
+            if (scope, node.id) in targets:
+                return True
+            scope = scope.outer
+        if scope is None or (scope, node.id) in targets or not depth:
+            return scope is not None and (scope, node.id) in targets
+        place = scope.parameters.index(node.id) - bool(scope.owner)
+        passed = [argument(call, node.id, place) for call in self.syntax.callers(scope)]
+        return bool(passed) and all(one and self._is_one(one, targets, depth - 1) for one in passed)
 
     def _name(self, call: ast.Call) -> str:
         """The collective that a call is; "" for any other call, and for one on a group."""
@@ -179,7 +199,7 @@ class CollectiveCalls:
 
     def _is_sharded(self, call: ast.Call) -> bool:
         """Whether a state is that of a sharded model: of any other model it is taken alone."""
-        return bool(call.args) and ast.unparse(call.args[0]) in self.sharded
+        return bool(call.args) and self._is_one(call.args[0], self.sharded)
 
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""
@@ -193,16 +213,17 @@ class CollectiveCalls:
         return given(group) and not self.syntax.dotted(group).endswith("group.WORLD")
 
     def _is_of_library(self, func: ast.Attribute, name: str) -> bool:
-        owner = ast.unparse(func.value) if isinstance(func.value, ast.Name | ast.Attribute) else ""
+        if not isinstance(func.value, ast.Name | ast.Attribute):
+            return False
+        owner = ast.unparse(func.value)
         if name in _MPI:
             return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
         if name in _ACCELERATE:
             return self.syntax.imports_any("accelerate")
         if name in _ACCELERATOR and "accelerator" in owner.lower():
             return self.syntax.imports_any("accelerate")
-        if owner in self.engines and name in _ENGINE:
-            return True
-        return bool(owner) and owner in self.sharded and name in _WRAPPED
+        targets = self.engines if name in _ENGINE else self.sharded if name in _WRAPPED else None
+        return targets is not None and self._is_one(func.value, targets)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
