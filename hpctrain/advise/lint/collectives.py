@@ -7,6 +7,7 @@ written where one can read it.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +37,7 @@ _ACCELERATE = frozenset({"gather_for_metrics", "pad_across_processes", "wait_for
 _ACCELERATOR = frozenset({"gather", "reduce"})
 _ENGINE = NAMES["engine"]
 _WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summon_full_params"})
+_SHARDS = re.compile(r"(?i)fsdp|shard|zero_?[123]")
 _MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
 _MPI = NAMES["mpi"]
 """mpi4py's, of objects in small letters and of buffers with a capital."""
@@ -201,6 +203,16 @@ class CollectiveCalls:
         """Whether a state is that of a sharded model: of any other model it is taken alone."""
         return bool(call.args) and self._is_one(call.args[0], self.sharded)
 
+    def _is_said_whole(self, node: ast.AST) -> bool:
+        """Whether it stands in the branch that is for models that are not sharded."""
+        for outer in self.syntax.outer(node):
+            if isinstance(outer, ast.If | ast.IfExp) and _SHARDS.search(ast.unparse(outer.test)):
+                branch = outer.orelse if isinstance(outer.orelse, list) else [outer.orelse]
+                if (node in branch) != isinstance(outer.test, ast.UnaryOp):
+                    return True
+            node = outer
+        return False
+
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""
         if name in _MAKERS:
@@ -222,8 +234,10 @@ class CollectiveCalls:
             return self.syntax.imports_any("accelerate")
         if name in _ACCELERATOR and "accelerator" in owner.lower():
             return self.syntax.imports_any("accelerate")
-        targets = self.engines if name in _ENGINE else self.sharded if name in _WRAPPED else None
-        return targets is not None and self._is_one(func.value, targets)
+        if name in _ENGINE and self._is_one(func.value, self.engines):
+            return True
+        sharded = name in _WRAPPED and self._is_one(func.value, self.sharded)
+        return sharded and not self._is_said_whole(func)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
