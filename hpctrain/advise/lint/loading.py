@@ -6,6 +6,7 @@ Samplers, loaders and their workers; signals, saves and loads.
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.dependence import RANKS
@@ -345,6 +346,8 @@ def _by_rank(facts: ProgramFacts, path: ast.expr, depth: int = 0) -> bool:
     return False
 
 
+_OWN_NAMES = re.compile(r"(?i)rank|uuid|pid|mkdtemp|mkstemp|tempfile|hostname|token_")
+"""In calls whose result may be another on each rank."""
 _MAIN_WORDS = ("rank", "gpu", "main", "master", "primary", "proc", "chief", "leader", "zero")
 
 
@@ -368,9 +371,13 @@ def _differs(facts: ProgramFacts, path: ast.expr) -> bool:
     """Whether a path may be another on each rank: it depends on the rank, or is given."""
     if facts.dependence.of(path) & RANKS:
         return True
-    if any(
-        isinstance(one, ast.Call) and "rank" in ast.unparse(one).lower() for one in ast.walk(path)
-    ):
+    calls = [one for one in ast.walk(path) if isinstance(one, ast.Call)]
+    calls += [
+        value
+        for one in ast.walk(path)
+        if isinstance(one, ast.Name) and isinstance(value := nearest_value(facts, one), ast.Call)
+    ]
+    if any(_OWN_NAMES.search(ast.unparse(one)) for one in calls):
         return True
     scope = facts.syntax.scope_of[path]
     return isinstance(path, ast.Name) and path.id in scope.parameters
