@@ -97,7 +97,7 @@ def planned(said: dict[str, Any]) -> Published:
     cluster = Machines(said["nodes"], said["gpus"])
     net = said["net_gbs"] * GB if "net_gbs" in said else None
     way = said["row"]
-    tp = int(way[2 : way.index("+")]) if way.startswith("tp") else 1
+    tp = int(way.partition("+")[0][2:]) if way.startswith("tp") else 1
     asked = PlanRequest(
         model=model,
         cluster=cluster,
