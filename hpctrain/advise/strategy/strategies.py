@@ -95,10 +95,8 @@ def of_other_engines(
         theirs = [_elsewhere(way, "bf16", FROZEN, stored=low, loss=low) for way in ours]
         return theirs + [_elsewhere(way, "peft", PEFT, stored=low, casts=True) for way in ours]
     bases = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if _is_plain(way)]
-    wanted = "single" if cluster.ranks == 1 else "fsdp2"
-    ways = []
-    for way in (each for each in bases if each.key == wanted):
-        ways += [_elsewhere(way, "fused", FUSED, fused=True)]
+    ways = [_elsewhere(way, "fused", FUSED, fused=True) for way in bases if not way.aside]
+    for way in bases[-1:]:
         ways += [_elsewhere(way, "half", HALF, selective="half")]
         for each in (way, _recomputing(way)):
             ways += [_elsewhere(each, "bf16", BF16, stored=low, moment=low, loss=low)]
