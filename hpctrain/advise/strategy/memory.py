@@ -35,9 +35,6 @@ LOGITS = "logits"
 GATHERED = "gathered units"
 BUFFERS = "buffers"
 UPDATE = "update"
-PARTS = (
-    WEIGHTS, COPIES, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, GATHERED, BUFFERS, UPDATE
-)  # fmt: skip
 FRAGMENTED = 0.05
 """Share of what comes and goes in a step that the allocator is allowed beside it, in pieces that
 nothing fits into. Weights and moments stay where they are, without such pieces."""
