@@ -45,7 +45,7 @@ def test_there_are_runs_of_both_kinds_from_several_engines():
 
 
 def test_what_was_trained_is_not_refused():
-    """They need 5 to 20 % more than there is; H64 has adapters on two matrices, the plan on seven."""
+    """They need 5 to 20 % more than there is; H64 adapts two matrices, the plan seven."""
     rows = {run.name: run.row for run in published.runs()}
 
     assert [name for name, row in rows.items() if not (row.is_held or row.may_fit)] == []
