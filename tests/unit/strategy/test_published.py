@@ -119,6 +119,17 @@ def test_compiled_programs_on_copies_of_the_model_have_a_row_of_their_own():
     assert "single+fused" not in rows
 
 
+def test_copies_of_a_model_whose_states_are_bf16_have_a_row_of_their_own():
+    """H91 and H92: fp32 weights and moments would not have fitted, oumi's of bf16 did."""
+    (run,) = [run for run in published.runs() if run.name == "H85"]
+    rows = {row.way.key: row for row in choice.rows_of(run.asked)}
+    saved = rows["ddp"].peak.nbytes - rows["ddp+bf16"].peak.nbytes
+
+    assert saved > 8 * run.asked.model.params
+    assert {"fsdp2+bf16", "fsdp2+recompute+bf16"} <= set(rows)
+    assert "single+bf16" not in rows
+
+
 def test_the_constants_are_those_that_the_calibration_runs_give():
     path = Path(timing.__file__).with_name("utilization.toml")
 
