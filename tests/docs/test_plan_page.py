@@ -40,7 +40,15 @@ def test_published_runs_stand_in_the_table_as_the_plan_takes_them_today():
     assert [row for row in published.page_rows() if row not in rows] == [], (
         "run: python -m tests.support.published, and put its rows into tests/data/plan-published.md"
     )
-    for held_out, kind in ((False, "P and A: used for calibration"), (True, "all H, since fixed")):
+    near, steps = (
+        published.within_a_quarter_at_best(),
+        len([r for r in published.runs() if r.step_s]),
+    )
+    assert f"chosen afterwards, reaches {near} of {steps}" in text
+    for held_out, kind in (
+        (False, "P and A: used for calibration"),
+        (True, "H1 to H90, since fixed"),
+    ):
         some = [run for run in published.runs() if run.is_held_out is held_out]
         steps = [run.step_ratio for run in some if run.step_ratio]
         fits, near = sum(run.row.is_held for run in some), sum(abs(r - 1) <= 0.25 for r in steps)

@@ -5,12 +5,16 @@ Real architectures of transformers, smaller than people train them; nothing of t
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import Accelerator
-from hpctrain.advise.strategy.measure import ask as child
 from hpctrain.advise.strategy.memory import Batch, Spread
 from hpctrain.advise.strategy.peaks import peak, stage_peaks
 from hpctrain.advise.strategy.strategies import Machines
@@ -240,6 +244,18 @@ def measured(cases: list[Case], patience_s: float) -> list[int]:
             assert "error" not in step, (title(cases[number]), step)
             peaks[number] = int(step["peak"])
     return [peaks[number] for number in range(len(cases))]
+
+
+def child(question: dict[str, Any], patience_s: float) -> dict[str, Any]:
+    """Return what `plan_child` answers."""
+    with tempfile.TemporaryDirectory(prefix="plan-child-") as folder:
+        answer = Path(folder, "answer.json")
+        subprocess.run(
+            [sys.executable, "-m", "tests.support.plan_child", str(answer)],
+            input=json.dumps(question), text=True, timeout=patience_s, check=True,
+            stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        return json.loads(answer.read_bytes())
 
 
 def _source(name: str, step: dict[str, Any]) -> dict[str, Any]:

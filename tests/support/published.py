@@ -10,7 +10,7 @@ from math import ceil, floor, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy import choice, timing
 from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import gpu_of
@@ -97,7 +97,7 @@ def planned(said: dict[str, Any]) -> Published:
     cluster = Machines(said["nodes"], said["gpus"])
     net = said["net_gbs"] * GB if "net_gbs" in said else None
     way = said["row"]
-    tp = int(way[2 : way.index("+")]) if way.startswith("tp") else 1
+    tp = int(way.partition("+")[0][2:]) if way.startswith("tp") else 1
     asked = PlanRequest(
         model=model,
         cluster=cluster,
@@ -111,6 +111,24 @@ def planned(said: dict[str, Any]) -> Published:
     rows = {row.way.key: row for row in choice.rows_of(asked)}
     assert way in rows, (said["name"], way, list(rows))
     return Published(said, asked, rows[way])
+
+
+def within_a_quarter_at_best() -> int:
+    """Return how many steps the best share for each GPU and kind, chosen afterwards, comes near.
+
+    Near is within 25 %, as planned over published time.
+    """
+    reached = dict[tuple[str, str], list[float]]()
+    for run in runs():
+        if ratio := run.step_ratio:
+            kind = (run.asked.gpu.family, kind_of(run.row.way.layout))
+            share = timing.share_of(kind[0], run.row.way.layout)[0]
+            reached.setdefault(kind, []).append(share * ratio)
+    return sum(
+        max(sum(0.75 <= each / share <= 1.25 for each in of_kind) for share in tried)
+        for of_kind in reached.values()
+        for tried in [[each / edge for each in of_kind for edge in (0.75, 1.25)]]
+    )
 
 
 # ---- what follows from the runs: utilization.toml, and the table of tests/data/plan-published.md

@@ -111,11 +111,7 @@ def of_config(config: Mapping[str, Any], where: str) -> ModelFacts:
             "leave MODEL out, and give --params, --layers, --hidden, --heads, --vocab and --family"
         )
     family = TYPES[kind]
-    if family == GPT2:
-        return _gpt2(config, where)
-    if family == BERT:
-        return _bert(config, where)
-    return _llama(config, where, family)
+    return (_older if family in {GPT2, BERT} else _llama)(config, where, family)
 
 
 def _llama(config: Mapping[str, Any], where: str, family: str) -> ModelFacts:
@@ -157,15 +153,27 @@ def _llama(config: Mapping[str, Any], where: str, family: str) -> ModelFacts:
     )
 
 
-def _gpt2(config: Mapping[str, Any], where: str) -> ModelFacts:
+def _older(config: Mapping[str, Any], where: str, family: str) -> ModelFacts:
+    """Of GPT-2 and BERT: matrices with biases, two of them in the MLP, and learnt positions."""
     size = _Sizes(config, where)
-    hidden, heads, vocab = size("n_embd"), size("n_head"), size("vocab_size")
-    inner = size("n_inner", default=4 * hidden)
+    names = ["n_embd", "n_head", "n_layer"]
+    if family == BERT:
+        names = ["hidden_size", "num_attention_heads", "num_hidden_layers"]
+    (hidden, heads, layers), vocab = map(size, names), size("vocab_size")
+    tied = family == BERT or config.get("tie_word_embeddings", True) is not False
+    if family == GPT2:
+        inner = size("n_inner", default=4 * hidden)
+        embed = (vocab + size("n_positions", default=1024)) * hidden
+        head = 2 * hidden + (0 if tied else vocab * hidden)
+    else:
+        inner = size("intermediate_size")
+        rows = vocab + size("max_position_embeddings") + size("type_vocab_size", default=2)
+        embed, head = rows * hidden + 2 * hidden, hidden * hidden + 3 * hidden + vocab
     matrices = 4 * hidden * hidden + 2 * hidden * inner
     return ModelFacts(
         name=_name(config, where),
-        family=GPT2,
-        layers=size("n_layer"),
+        family=family,
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -174,34 +182,9 @@ def _gpt2(config: Mapping[str, Any], where: str) -> ModelFacts:
         vocab=vocab,
         block_params=matrices + 9 * hidden + inner,
         matrix_params=matrices,
-        embed_params=(vocab + size("n_positions", default=1024)) * hidden,
-        head_params=2 * hidden,
-        tied=True,
-        basis=where,
-    )
-
-
-def _bert(config: Mapping[str, Any], where: str) -> ModelFacts:
-    size = _Sizes(config, where)
-    hidden, heads, vocab = size("hidden_size"), size("num_attention_heads"), size("vocab_size")
-    inner = size("intermediate_size")
-    rows = vocab + size("max_position_embeddings") + size("type_vocab_size", default=2)
-    matrices = 4 * hidden * hidden + 2 * hidden * inner
-    return ModelFacts(
-        name=_name(config, where),
-        family=BERT,
-        layers=size("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=_per_head(hidden, heads, where),
-        inner=inner,
-        vocab=vocab,
-        block_params=matrices + 9 * hidden + inner,
-        matrix_params=matrices,
-        embed_params=rows * hidden + 2 * hidden,
-        head_params=hidden * hidden + 3 * hidden + vocab,
-        tied=True,
+        embed_params=embed,
+        head_params=head,
+        tied=tied,
         basis=where,
     )
 
@@ -278,7 +261,7 @@ def of_numbers(
         "intermediate_size": inner,
         "vocab_size": vocab,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tied or family != LLAMA,
     }
     facts = of_config(values, "the numbers given")
     total = f"{facts.params / 1e9:.2f}B" if facts.params >= MOST_MILLIONS else "a small"

@@ -35,9 +35,6 @@ LOGITS = "logits"
 GATHERED = "gathered units"
 BUFFERS = "buffers"
 UPDATE = "update"
-PARTS = (
-    WEIGHTS, COPIES, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, GATHERED, BUFFERS, UPDATE
-)  # fmt: skip
 FRAGMENTED = 0.05
 """Share of what comes and goes in a step that the allocator is allowed beside it, in pieces that
 nothing fits into. Weights and moments stay where they are, without such pieces."""
@@ -136,6 +133,12 @@ class Peak:
     def needed(self) -> int:
         """What a GPU must have."""
         return self.nbytes + self.allowance
+
+
+def at(moment: str, base: Parts, **parts: float) -> Peak:
+    """Return a moment in which `parts` are there, beside what rests (`base`)."""
+    held = {GATHERED if name == "gathered" else name: n for name, n in parts.items()}
+    return Peak(moment, base | held)
 
 
 def cut(model: ModelFacts, tp: int) -> ModelFacts:
@@ -283,32 +286,26 @@ class Whole(StepMemory):
         layers = self.model.layers
         begun = self.gradients(0) if self.from_start else 0.0
         saved = self.activations(layers, outside=True)
-        yield Peak(
+        yield at(
             "the loss",
-            {
-                **self.base(layers),
-                GRADIENTS: begun,
-                ACTIVATIONS: saved,
-                LOGITS: self.logits * self.logit_bytes,
-            },
+            self.base(layers),
+            gradients=begun,
+            activations=saved,
+            logits=self.logits * self.logit_bytes,
         )
         head = {**self.base(layers), GRADIENTS: self.gradients(0)}
-        yield Peak(
+        yield at(
             "the head's backward pass",
-            {
-                **head,
-                ACTIVATIONS: saved + self.kept.head_backward * self.tokens,
-            },
+            head,
+            activations=saved + self.kept.head_backward * self.tokens,
         )
         for done in edges(layers):
-            yield Peak(
+            yield at(
                 "a block's backward pass",
-                {
-                    **self.base(layers - done, head=False),
-                    GRADIENTS: self.gradients(done),
-                    ACTIVATIONS: self.in_block(layers - 1 - done),
-                    BUFFERS: self._moving(),
-                },
+                self.base(layers - done, head=False),
+                gradients=self.gradients(done),
+                activations=self.in_block(layers - 1 - done),
+                buffers=self._moving(),
             )
         yield from self._end()
 
@@ -318,21 +315,17 @@ class Whole(StepMemory):
         # A tied matrix has gradients from both of its ends, and their sum.
         matrix = 0 if self.layout.lora else self.layout.gradient * model.vocab * model.hidden
         ends = matrix * (2 * model.tied + self.from_start)
-        yield Peak(
+        yield at(
             "the end of the backward pass",
-            {
-                **self.base(0, head=False),
-                GRADIENTS: self.whole_gradients,
-                BUFFERS: ends,
-            },
+            self.base(0, head=False),
+            gradients=self.whole_gradients,
+            buffers=ends,
         )
-        yield Peak(
+        yield at(
             "the update",
-            {
-                **self.rest,
-                GRADIENTS: self.whole_gradients,
-                UPDATE: self.layout.moment * self.learnt_params,
-            },
+            self.rest,
+            gradients=self.whole_gradients,
+            update=self.layout.moment * self.learnt_params,
         )
 
     def _moving(self) -> float:
@@ -403,13 +396,11 @@ class Sharded(StepMemory):
         for done in edges(self.model.layers):
             yield from self._block(done)
         yield from self._end()
-        yield Peak(
+        yield at(
             "the update",
-            {
-                **self.base,
-                GRADIENTS: self.layout.gradient * self.own,
-                UPDATE: self.layout.moment * self.own,
-            },
+            self.base,
+            gradients=self.layout.gradient * self.own,
+            update=self.layout.moment * self.own,
         )
 
     def _forward(self) -> Iterator[Peak]:
@@ -418,40 +409,34 @@ class Sharded(StepMemory):
         saved = self.activations(layers, outside=True)
         stays = 0 if layout.reshard else layers
         free = 0.0 if layout.reshard else self.free
-        yield Peak(
+        yield at(
             "the loss",
-            {
-                **self.base,
-                GRADIENTS: self.begun + self.waiting(0),
-                ACTIVATIONS: saved,
-                LOGITS: self.logits * self.logit_bytes,
-                GATHERED: self.gathered(stays, beside=free),
-            },
+            self.base,
+            gradients=self.begun + self.waiting(0),
+            activations=saved,
+            logits=self.logits * self.logit_bytes,
+            gathered=self.gathered(stays, beside=free),
         )
         # A unit is gathered into one piece, and copied out of it; the one before is there still.
         for name, unit in (("a block", self.unit), ("the head", self.root)):
             before = (stays or 1) * self.unit + free
             own = 0.0 if stays and unit is self.unit else unit
-            yield Peak(
+            yield at(
                 f"{name} is gathered",
-                {
-                    **self.base,
-                    GRADIENTS: self.begun + self.waiting(0),
-                    ACTIVATIONS: self.activations(layers - (unit is self.unit)),
-                    GATHERED: layout.low * (before + own),
-                    BUFFERS: layout.low * unit,
-                },
+                self.base,
+                gradients=self.begun + self.waiting(0),
+                activations=self.activations(layers - (unit is self.unit)),
+                gathered=layout.low * (before + own),
+                buffers=layout.low * unit,
             )
         if self.apart:
-            yield Peak(
+            yield at(
                 "the head's reduction",
-                {
-                    **self.base,
-                    GRADIENTS: self.waiting(0) or self.begun + layout.low * self.root,
-                    ACTIVATIONS: saved,
-                    GATHERED: layout.low * (max(1, stays) * self.unit + free),
-                    BUFFERS: self.reduced(self.root),
-                },
+                self.base,
+                gradients=self.waiting(0) or self.begun + layout.low * self.root,
+                activations=saved,
+                gathered=layout.low * (max(1, stays) * self.unit + free),
+                buffers=self.reduced(self.root),
             )
 
     def _block(self, done: int) -> Iterator[Peak]:
@@ -465,38 +450,32 @@ class Sharded(StepMemory):
         held = low * ((self.root if model.tied else 0) + free + unit * stays)
         # What was reduced before, the head at first, is let go of as the next reduction begins.
         last_reduced = FP32 * (learnt if done else self.apart)
-        yield Peak(
+        yield at(
             "a block's backward pass",
-            {
-                **self.base,
-                GRADIENTS: self.gradients(done) + self.of_head + self.moving,
-                ACTIVATIONS: self.in_block(block),
-                GATHERED: held,
-                BUFFERS: ahead + last_reduced,
-            },
+            self.base,
+            gradients=self.gradients(done) + self.of_head + self.moving,
+            activations=self.in_block(block),
+            gathered=held,
+            buffers=ahead + last_reduced,
         )
         own = self.of_head + low * learnt
-        yield Peak(
+        yield at(
             "the end of a block's backward pass",
-            {
-                **self.base,
-                GRADIENTS: self.gradients(done) + own,
-                ACTIVATIONS: self.activations(block) + self.kept.block_end * self.tokens,
-                GATHERED: held,
-                BUFFERS: ahead + last_reduced,
-            },
+            self.base,
+            gradients=self.gradients(done) + own,
+            activations=self.activations(block) + self.kept.block_end * self.tokens,
+            gathered=held,
+            buffers=ahead + last_reduced,
         )
         # Of several passes' the last has been added to those that wait, in fp32.
         added = low * learnt * (not self.waits)
-        yield Peak(
+        yield at(
             "a block's reduction",
-            {
-                **self.base,
-                GRADIENTS: self.gradients(done) + self.of_head + added,
-                ACTIVATIONS: self.activations(block),
-                GATHERED: held - low * unit,
-                BUFFERS: FP32 * learnt + ahead,
-            },
+            self.base,
+            gradients=self.gradients(done) + self.of_head + added,
+            activations=self.activations(block),
+            gathered=held - low * unit,
+            buffers=FP32 * learnt + ahead,
         )
 
     def _end(self) -> Iterator[Peak]:
@@ -505,23 +484,19 @@ class Sharded(StepMemory):
         through = self.gradients(self.model.layers)
         held = layout.low * last if tied else 0.0
         if self.of_head:
-            yield Peak(
+            yield at(
                 "a tied matrix' gradients are added",
-                {
-                    **self.base,
-                    GRADIENTS: through + layout.low * last + 2 * self.of_head,
-                    GATHERED: held,
-                    BUFFERS: FP32 * self.learnt,
-                },
+                self.base,
+                gradients=through + layout.low * last + 2 * self.of_head,
+                gathered=held,
+                buffers=FP32 * self.learnt,
             )
         # Of several passes' the last has been added to those that wait, in fp32.
         own = layout.low * last * (not self.waits)
-        yield Peak(
+        yield at(
             "the last reduction",
-            {
-                **self.base,
-                GRADIENTS: through + own,
-                GATHERED: held,
-                BUFFERS: FP32 * last if tied else self.reduced(last),
-            },
+            self.base,
+            gradients=through + own,
+            gathered=held,
+            buffers=FP32 * last if tied else self.reduced(last),
         )

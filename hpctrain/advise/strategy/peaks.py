@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32, LOGITS_BACKWARD
 from hpctrain.advise.strategy.memory import (
-    ACTIVATIONS,
-    BUFFERS,
     GATHERED,
     GRADIENTS,
     LIVE_ELEMENTS,
-    LOGITS,
     MOMENTS,
     SHARDS_GRADIENTS,
-    UPDATE,
     WEIGHTS,
     Batch,
     Parts,
@@ -29,6 +25,7 @@ from hpctrain.advise.strategy.memory import (
     Spread,
     StepMemory,
     Whole,
+    at,
     edges,
     own_matrix,
 )
@@ -119,55 +116,47 @@ class PipelineStage(StepMemory):
         full = {**self.base, GRADIENTS: self.whole}
         others = self.stored(self.in_flight - 1)
         if stage.is_last:
-            yield Peak(
+            yield at(
                 "the loss",
-                {
-                    **full,
-                    ACTIVATIONS: self.stored(1),
-                    # Torch's stage keeps the model's own logits until the backward pass is over.
-                    LOGITS: self.logits * (LOGITS_BACKWARD + low),
-                    BUFFERS: self.received,
-                },
+                full,
+                activations=self.stored(1),
+                # Torch's stage keeps the model's own logits until the backward pass is over.
+                logits=self.logits * (LOGITS_BACKWARD + low),
+                buffers=self.received,
             )
         for block in edges(stage.blocks) if stage.blocks else []:
-            yield Peak(
+            yield at(
                 "a block's backward pass",
-                {
-                    **full,
-                    ACTIVATIONS: others + self.in_block(block),
-                    BUFFERS: self.received + low * own_matrix(self.model, self.layout),
-                },
+                full,
+                activations=others + self.in_block(block),
+                buffers=self.received + low * own_matrix(self.model, self.layout),
             )
-        yield Peak(
+        yield at(
             "a block's gradients are added",
-            {
-                **full,
-                ACTIVATIONS: others + self.activations(stage.blocks - 1),
-                BUFFERS: self.received + low * stage.block_params,
-            },
+            full,
+            activations=others + self.activations(stage.blocks - 1),
+            buffers=self.received + low * stage.block_params,
         )
-        yield Peak(
+        yield at(
             "the embedding's gradients are added",
-            {**full, ACTIVATIONS: others, BUFFERS: self.received + low * stage.embed},
+            full,
+            activations=others,
+            buffers=self.received + low * stage.embed,
         )
         yield from self._end()
 
     def _end(self) -> Iterator[Peak]:
         """Gradients are reduced unit by unit, then the update."""
         unit = max(self.stage.embed, self.stage.head, self.stage.block_params)
-        yield Peak(
-            "the reduction",
-            {**self.base, GRADIENTS: self.whole, BUFFERS: self.received + FP32 * unit},
+        yield at(
+            "the reduction", self.base, gradients=self.whole, buffers=self.received + FP32 * unit
         )
-        yield Peak(
+        yield at(
             "the update",
-            {
-                WEIGHTS: self.base[WEIGHTS],
-                MOMENTS: self.base[MOMENTS],
-                GRADIENTS: FP32 * self.own,
-                UPDATE: FP32 * self.own,
-                BUFFERS: self.received,
-            },
+            {WEIGHTS: self.base[WEIGHTS], MOMENTS: self.base[MOMENTS]},
+            gradients=FP32 * self.own,
+            update=FP32 * self.own,
+            buffers=self.received,
         )
 
 
@@ -203,34 +192,28 @@ class ZeroStep(StepMemory):
         saved = self.activations(layers, outside=True)
         held = {**self.base, GATHERED: self.gathered}
         whole = low * model.params if self.stage == 1 else FP32 * self.own
-        yield Peak(
+        yield at(
             "the loss",
-            {
-                **held,
-                GRADIENTS: gradients,
-                ACTIVATIONS: saved,
-                LOGITS: self.logits * self.logit_bytes,
-                BUFFERS: buffers,
-            },
+            held,
+            gradients=gradients,
+            activations=saved,
+            logits=self.logits * self.logit_bytes,
+            buffers=buffers,
         )
-        yield Peak(
+        yield at(
             "the first block's forward pass",
-            {
-                **held,
-                GRADIENTS: gradients,
-                BUFFERS: buffers
-                + low * min(model.params, BUCKET_ELEMENTS) * (self.stage == SPREADS_PARAMETERS),
-            },
+            held,
+            gradients=gradients,
+            buffers=buffers
+            + low * min(model.params, BUCKET_ELEMENTS) * (self.stage == SPREADS_PARAMETERS),
         )
         yield from self._backward(held, gradients, whole)
-        yield Peak(
+        yield at(
             "the update",
-            {
-                **self.base,
-                GRADIENTS: FP32 * self.own,
-                UPDATE: FP32 * self.own,
-                BUFFERS: self.bucket * (self.stage == SPREADS_PARAMETERS),
-            },
+            self.base,
+            gradients=FP32 * self.own,
+            update=FP32 * self.own,
+            buffers=self.bucket * (self.stage == SPREADS_PARAMETERS),
         )
 
     def _backward(self, held: Parts, gradients: float, whole: float) -> Iterator[Peak]:
@@ -240,27 +223,25 @@ class ZeroStep(StepMemory):
         for done in range(layers):
             through = model.head_params + done * model.block_params
             part = low * through if self.stage == 1 else whole * done / layers
-            yield Peak(
+            yield at(
                 "a block's backward pass",
-                {
-                    **held,
-                    GRADIENTS: max(gradients, part),
-                    ACTIVATIONS: self.in_block(layers - 1 - done),
-                    BUFFERS: self.bucket + self._flat(through),
-                },
+                held,
+                gradients=max(gradients, part),
+                activations=self.in_block(layers - 1 - done),
+                buffers=self.bucket + self._flat(through),
             )
-        yield Peak(
+        yield at(
             "the last reduction",
-            {**held, GRADIENTS: gradients, BUFFERS: self.bucket + self._flat(model.params)},
+            held,
+            gradients=gradients,
+            buffers=self.bucket + self._flat(model.params),
         )
-        yield Peak(
+        yield at(
             "the end of the backward pass",
-            {
-                **held,
-                GRADIENTS: whole,
-                BUFFERS: self.bucket
-                + (FP32 * min(matrix, self.own) if self.stage == SHARDS_GRADIENTS else 0.0),
-            },
+            held,
+            gradients=whole,
+            buffers=self.bucket
+            + (FP32 * min(matrix, self.own) if self.stage == SHARDS_GRADIENTS else 0.0),
         )
 
     def _flat(self, through: float) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from hpctrain.train.engines import experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,28 +34,19 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live_bytes: What tensors take now.
         peak_bytes: The most since `restart`.
         device: Type of the device whose tensors count; empty for all.
-        phase: What storages that are made now belong to.
-        at_peak: Bytes of each phase's storages at the peak.
     """
 
-    def __init__(self, *, detailed: bool = False) -> None:
-        """With `detailed` also `kinds`: at the peak, count of storages by phase, operator, size."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self.device = ""
-        self.phase = "start"
-        self.at_peak: Counter[str] = Counter()
-        self.kinds: Counter[tuple[str, str, int]] = Counter()
-        self._detailed = detailed
-        self._live: dict[int, tuple[int, str, str]] = {}
-        self._by_phase: Counter[str] = Counter()
+        self._live: dict[int, int] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def restart(self) -> None:
         """Forget the peak so far: the most from now on counts."""
-        self.peak_bytes = 0
-        self._look("")
+        self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,10 +54,10 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
             if isinstance(tensor, torch.Tensor):
-                self.count(tensor, str(func))
+                self.count(tensor)
         return made
 
-    def count(self, tensor: torch.Tensor, operator: str = "") -> None:
+    def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage, unless it is counted already."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local() if tensor.requires_grad is False else tensor._local_tensor  # noqa: SLF001 - to_local is recorded by autograd
@@ -77,30 +66,17 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if id(storage) in self._live:
             return
-        self._live[id(storage)] = (0, self.phase, operator)
+        self._live[id(storage)] = 0
         weakref.finalize(storage, self._drop, id(storage))
-        self._change(id(storage), storage.nbytes(), operator)
+        self._change(id(storage), storage.nbytes())
 
-    def _change(self, key: int, nbytes: int, operator: str) -> None:
-        before, phase, made_by = self._live[key]
-        self._live[key] = (nbytes, phase, made_by)
-        self._by_phase[phase] += nbytes - before
-        self.live_bytes += nbytes - before
-        self._look(operator)
-
-    def _look(self, operator: str) -> None:
-        if self.live_bytes <= self.peak_bytes:
-            return
-        self.peak_bytes = self.live_bytes
-        self.at_peak = +self._by_phase
-        if self._detailed:
-            self.kinds = Counter((phase, op, n) for n, phase, op in self._live.values())
-            self.kinds[("now", operator, 0)] += 1
+    def _change(self, key: int, nbytes: int) -> None:
+        self.live_bytes += nbytes - self._live[key]
+        self._live[key] = nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _drop(self, key: int) -> None:
-        nbytes, phase, _ = self._live.pop(key)
-        self._by_phase[phase] -= nbytes
-        self.live_bytes -= nbytes
+        self.live_bytes -= self._live.pop(key)
 
     def __enter__(self) -> Self:
         """Begin; a storage that FSDP2 empties and fills again is followed too."""
@@ -109,7 +85,7 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
             done = original(storage, nbytes)
             if id(storage) in tracker._live:
-                tracker._change(id(storage), nbytes, "resize_")
+                tracker._change(id(storage), nbytes)
             return done
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
@@ -142,51 +118,27 @@ class _NoStream:
     wait_stream = wait_event = record_event = record = wait = synchronize = _nothing
 
 
-class _Module:
-    """What torch asks of `torch.<device>`."""
-
-    Stream = Event = _NoStream
-
-    def is_available(self) -> bool:
-        """It stands in."""
-        return True
-
-    is_initialized = is_available
-
-    def device_count(self) -> int:
-        """This rank's."""
-        return 1
-
-    def current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def set_device(self, _device: object) -> None:
-        """There is one."""
-
-    def manual_seed_all(self, _seed: int) -> None:
-        """No value is drawn."""
-
-    def current_stream(self, _device: object = None) -> _NoStream:
-        """There is one."""
-        return _NoStream()
-
-    def stream(self, _stream: object) -> Any:
-        """Work goes nowhere else."""
-        return contextlib.nullcontext()
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Of autocast."""
-        return [torch.bfloat16, torch.float16]
+_MODULE = SimpleNamespace(
+    Stream=_NoStream,
+    Event=_NoStream,
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=lambda _device: None,
+    manual_seed_all=lambda _seed: None,
+    current_stream=lambda _device=None: _NoStream(),
+    stream=lambda _stream: contextlib.nullcontext(),
+    _is_in_bad_fork=lambda: False,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)
+"""What torch asks of `torch.<device>`: there is one, this rank's."""
 
 
 def stand_in() -> torch.device:
     """Register the device, once in a process, and name it."""
     if not hasattr(torch, NAME):
-        backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())  # noqa: SLF001 - what torch has for this
+        backend_registration._setup_privateuseone_for_python_backend(NAME, _MODULE)  # noqa: SLF001 - what torch has for this
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name in ONE_KERNEL:
             kernels.impl(name, _like_the_gradient, "PrivateUse1")
@@ -236,37 +188,3 @@ def fill(model: nn.Module, device: torch.device) -> None:
         for name, table in list(module._buffers.items()):  # noqa: SLF001
             if table is not None and table.is_meta:
                 module._buffers[name] = torch.empty_like(table, device=device)  # noqa: SLF001
-
-
-class _Exchange(torch.autograd.Function):
-    """What travels comes as another tensor, forwards and backwards."""
-
-    @staticmethod
-    def forward(_context: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """As many as go."""
-        return tokens.clone()
-
-    @staticmethod
-    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """The same of their gradients."""
-        return gradients[0].clone()
-
-
-@contextlib.contextmanager
-def even_exchange() -> Iterator[None]:
-    """Tokens of the other ranks come as this rank's go."""
-    own: Any = experts
-    counts, tokens = own.all_to_all, own.all_to_all_with_gradient
-
-    def same(given: torch.Tensor, *_sizes: Any) -> torch.Tensor:
-        return given.clone()
-
-    def travelled(given: torch.Tensor, *_sizes: Any) -> torch.Tensor:
-        out: torch.Tensor = _Exchange.apply(given)  # type: ignore[no-untyped-call]
-        return out
-
-    own.all_to_all, own.all_to_all_with_gradient = same, travelled
-    try:
-        yield
-    finally:
-        own.all_to_all, own.all_to_all_with_gradient = counts, tokens

@@ -95,16 +95,14 @@ def of_other_engines(
         theirs = [_elsewhere(way, "bf16", FROZEN, stored=low, loss=low) for way in ours]
         return theirs + [_elsewhere(way, "peft", PEFT, stored=low, casts=True) for way in ours]
     bases = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if _is_plain(way)]
-    wanted = "single" if cluster.ranks == 1 else "fsdp2"
-    ways = []
-    for way in (each for each in bases if each.key == wanted):
-        ways += [_elsewhere(way, "fused", FUSED, fused=True)]
-        ways += [_elsewhere(way, "half", HALF, selective="half")]
-        for each in (way, _recomputing(way)):
-            ways += [_elsewhere(each, "bf16", BF16, stored=low, moment=low, loss=low)]
-            ways += [_elsewhere(each, "bf16-weights", BF16_WEIGHTS, stored=low)]
-    cut = [_recomputing(way) for way in _cut(model, cluster, low)]
+    shown = [way for way in bases if not way.aside]
     in_16_bits = {"stored": low, "moment": low, "loss": low}
+    ways = [_elsewhere(way, "fused", FUSED, fused=True) for way in shown]
+    ways += [_elsewhere(way, "half", HALF, selective="half") for way in bases[-1:]]
+    for way in (*shown, *map(_recomputing, bases[-1:])):
+        ways.append(_elsewhere(way, "bf16", BF16, **in_16_bits))
+        ways.append(_elsewhere(way, "bf16-weights", BF16_WEIGHTS, stored=low))
+    cut = [_recomputing(way) for way in _cut(model, cluster, low)]
     ways += [_elsewhere(way, "loss-parallel", LOSS_PARALLEL, loss_parallel=True) for way in cut]
     return [*ways, *(_elsewhere(way, "bf16", BF16, **in_16_bits) for way in cut)]
 

@@ -43,7 +43,8 @@ def kind_of(layout: Spread | None) -> str:
 def share_of(family: str, layout: Spread | None) -> tuple[float, str]:
     """Return the share of the peak for a kind of run, and the family of GPUs that it is known of.
 
-    Where no such run was published, that of the GPU with the same compute counts, else `any`.
+    Where no such run was published, that of the GPU with the same compute counts; else the GPU's
+    own runs without recomputation, slowed as on other GPUs (`any`).
     """
     kind = kind_of(layout)
     share, measured_on = _of_kind(family, kind)
@@ -54,8 +55,12 @@ def share_of(family: str, layout: Spread | None) -> tuple[float, str]:
 
 def _of_kind(family: str, kind: str) -> tuple[float, str]:
     table = _read()
-    keys = (family, ALIKE.get(family, ""), ANY)
-    return next((table[key][kind], key) for key in keys if kind in table.get(key, {}))
+    for key in (family, ALIKE.get(family, "")):
+        if kind in table.get(key, {}):
+            return table[key][kind], key
+    lowest = table[ANY]
+    own = table.get(family, lowest).get("plain", lowest["plain"])
+    return own / lowest["plain"] * lowest[kind], ANY
 
 
 @functools.cache

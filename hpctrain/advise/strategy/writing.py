@@ -88,18 +88,6 @@ def _mesh_line(row: Row) -> str:
     return f'mesh = init_device_mesh(mesh.device_type, {sizes}, mesh_dim_names=("copy", "shard"))'
 
 
-def megatron_misfit(row: Row, plan: StrategyPlan) -> str:
-    """Why Megatron-LM's pretrain_gpt.py cannot train so; empty where it can."""
-    layout = row.way.layout
-    if plan.asked.model.family == BERT:
-        return "pretrain_gpt.py trains decoders alone"
-    if layout.offload:
-        return "pretrain_gpt.py keeps no weights on the host"
-    if layout.lora:
-        return "pretrain_gpt.py trains no adapters"
-    return ""
-
-
 def megatron_args(plan: StrategyPlan, row: Row, *, precision: str) -> str:
     """Arguments of Megatron-LM's pretrain_gpt.py, one a line; `#` begins a remark."""
     layout, batch = row.way.layout, row.batch
@@ -231,10 +219,14 @@ def without_equivalent(plan: StrategyPlan, row: Row) -> dict[str, str]:
             "accelerate.yaml": f"accelerate knows {what}",
             "lightning_trainer.py": f"Lightning's Trainer knows {what}",
         }
-    if layout.selective:
-        gone["megatron.args"] = "Megatron-LM's selective recomputation keeps other results"
-    if why := megatron_misfit(row, plan):
-        gone["megatron.args"] = why
+    misfits = (
+        (layout.selective, "Megatron-LM's selective recomputation keeps other results"),
+        (layout.lora, "pretrain_gpt.py trains no adapters"),
+        (layout.offload, "pretrain_gpt.py keeps no weights on the host"),
+        (plan.asked.model.family == BERT, "pretrain_gpt.py trains decoders alone"),
+    )
+    for applies, why in misfits:
+        gone |= {"megatron.args": why} if applies else {}
     return gone
 
 

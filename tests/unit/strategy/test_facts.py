@@ -81,6 +81,14 @@ def test_the_mlps_width_follows_from_the_parameters():
     assert facts.params == 6_738_415_616
 
 
+def test_a_gpt2_whose_head_is_a_matrix_of_its_own_has_it_counted():
+    tied, apart = (of_config(GPT2 | more, "gpt2") for more in ({}, {"tie_word_embeddings": False}))
+
+    assert (tied.tied, apart.tied) == (True, False)
+    assert apart.params - tied.params == 50_257 * 768
+    assert apart.active_params < apart.params
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_other_layouts_follow_from_numbers_too(family):
     facts = of_numbers(

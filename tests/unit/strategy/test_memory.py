@@ -8,8 +8,9 @@ import pytest
 
 from hpctrain.advise.strategy.activations import widths
 from hpctrain.advise.strategy.facts import of_config
-from hpctrain.advise.strategy.memory import CONTEXT_BYTES, PARTS, Batch, Spread
+from hpctrain.advise.strategy.memory import CONTEXT_BYTES, Batch, Spread
 from hpctrain.advise.strategy.peaks import host_bytes, peak
+from hpctrain.advise.strategy.screen import SOURCES
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")
@@ -137,7 +138,7 @@ def test_what_the_allocator_takes_is_apart():
     comes = fullest.nbytes - fullest.parts["weights"] - fullest.parts["moments"]
     assert fullest.allowance == pytest.approx(0.05 * comes + CONTEXT_BYTES, rel=1e-6)
     assert fullest.needed == fullest.nbytes + fullest.allowance
-    assert set(fullest.parts) <= set(PARTS)
+    assert set(fullest.parts) <= set(SOURCES)
 
 
 def test_deepspeeds_stages_shard_what_they_say():

@@ -90,7 +90,7 @@ def test_a_chosen_row_that_recomputes_names_the_engine_that_need_not():
     recomputing = {row.way.key: row for row in rows}["fsdp2+recompute"]
 
     (note,) = elsewhere_notes(asked, rows, recomputing)
-    assert note.startswith("another engine fits without recomputing all: FSDP2 x16, fused, ")
+    assert note.startswith("another engine fits without recomputing all: DDP x16, fused, ")
 
 
 def test_a_chosen_row_that_offloads_names_the_number_of_gpus_that_need_not():
