@@ -65,7 +65,7 @@ def test_a_run_that_nears_its_time_limit_saves_and_comes_back(cluster, tmp_path)
 
 @on_both(every_slurm=True)
 def test_a_cancelled_run_ends_for_good(cluster, tmp_path):
-    """Ranks that are held end, too: whether they get the signal before the agent ends them is open."""
+    """Held ranks end, too; the agent may end them before they have told of the signal."""
     story = Story(cluster, tmp_path)
     story.wait_held()
     story.wait_saved()
