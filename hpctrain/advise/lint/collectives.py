@@ -39,6 +39,7 @@ _WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summo
 _MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
 _MPI = NAMES["mpi"]
 """mpi4py's, of objects in small letters and of buffers with a capital."""
+_LIGHTNING = NAMES["lightning"]
 _HOROVOD = NAMES["horovod"]
 _XLA = NAMES["xla"]
 _OTHER_HOMES = {
@@ -194,6 +195,10 @@ class CollectiveCalls:
 
     def _is_of_library(self, func: ast.Attribute, name: str) -> bool:
         owner = ast.unparse(func.value) if isinstance(func.value, ast.Name | ast.Attribute) else ""
+        if name in _LIGHTNING and self.syntax.imports_any("lightning", "pytorch_lightning"):
+            of_module = owner == "self" and name == "all_gather"
+            if last(owner) in ("fabric", "strategy") or of_module:
+                return name not in self.syntax.functions
         if name in _MPI:
             return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
         if name in _ACCELERATE:
@@ -358,13 +363,8 @@ def _alone(call: ast.Call) -> bool:
 
 def is_distributed(syntax: ProgramSyntax) -> bool:
     """Whether the program itself starts, wraps for or asks about several ranks."""
-    names = {
-        "init_process_group",
-        "DistributedDataParallel",
-        "DistributedSampler",
-        "Accelerator",
-    }
-    names |= FSDP_NAMES | {"init_distributed", "init_device_mesh"}
+    names = FSDP_NAMES | {"init_process_group", "DistributedDataParallel", "Accelerator"}
+    names |= {"init_distributed", "init_device_mesh"}
     names |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
     if any(last(syntax.dotted(call.func)) in names for call in syntax.calls):
         return True

@@ -74,7 +74,7 @@ def _set_epoch(facts: ProgramFacts) -> Iterator[LintFinding]:
         return
     for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
         shuffle = argument(call, "shuffle", 3)
-        if spreads(call) or (shuffle is not None and not is_true(shuffle)):
+        if spreads(call) or (shuffle is not None and constant(shuffle) in (False, 0)):
             continue
         if not _is_for_training(facts, call):
             continue

@@ -96,11 +96,13 @@ _USES = (
 
 
 def _is_used(facts: ProgramFacts, node: ast.AST) -> bool:
-    """Whether a value goes anywhere but on to a caller, who may know, or into `_`."""
+    """Whether a value goes anywhere but on to a caller, who may know; a name must be read."""
     parent = facts.syntax.parents[node]
-    if isinstance(parent, ast.Assign | ast.NamedExpr | ast.AugAssign):
-        target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
-        return not (isinstance(target, ast.Name) and target.id.startswith("_"))
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    if isinstance(target, ast.Name):
+        names = facts.syntax.scope_of[node].of(ast.Name)
+        reads = [one for one in names if one.id == target.id and isinstance(one.ctx, ast.Load)]
+        return any(node in facts.dependence.values_at(one) for one in reads)
     return isinstance(parent, _USES)
 
 
