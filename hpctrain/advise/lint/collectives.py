@@ -19,8 +19,11 @@ from hpctrain.advise.lint.syntax import (
     ProgramSyntax,
     argument,
     given,
+    is_true,
+    keyword,
     last,
     owner_of,
+    spreads,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +166,8 @@ class CollectiveCalls:
             grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
             return "" if grouped or (name in _HOROVOD and self.joins) else name
         if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
-            return "" if given(_keyword_group(call)) or _alone(call) else name
+            by_one = is_true(keyword(call, "no_dist"))
+            return "" if by_one or given(keyword(call, "process_group")) else name
         if not isinstance(call.func, ast.Attribute):
             return ""
         if name == "full_tensor" and not call.args and self.syntax.imports_any("torch.distributed"):
@@ -188,9 +192,7 @@ class CollectiveCalls:
             return False
         group = argument(call, "group", GROUP_PLACES[name])
         if group is None:
-            return any(one.arg is None for one in call.keywords) or any(
-                isinstance(one, ast.Starred) for one in call.args
-            )
+            return spreads(call)
         return given(group) and not self.syntax.dotted(group).endswith("group.WORLD")
 
     def _is_of_library(self, func: ast.Attribute, name: str) -> bool:
@@ -347,18 +349,6 @@ def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:
         if syntax.dotted(node.value) == _MPI_WORLD
         for target in node.targets
     }
-
-
-def _keyword_group(call: ast.Call) -> ast.expr | None:
-    return next((one.value for one in call.keywords if one.arg == "process_group"), None)
-
-
-def _alone(call: ast.Call) -> bool:
-    """Whether `no_dist=True` has it done by one process."""
-    return any(
-        one.arg == "no_dist" and isinstance(one.value, ast.Constant) and one.value.value is True
-        for one in call.keywords
-    )
 
 
 def is_distributed(syntax: ProgramSyntax) -> bool:

@@ -74,7 +74,8 @@ def _set_epoch(facts: ProgramFacts) -> Iterator[LintFinding]:
         return
     for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
         shuffle = argument(call, "shuffle", 3)
-        if spreads(call) or (shuffle is not None and constant(shuffle) in (False, 0)):
+        may_shuffle = facts.distributed and constant(shuffle) is None
+        if spreads(call) or not (shuffle is None or is_true(shuffle) or may_shuffle):
             continue
         if not _is_for_training(facts, call):
             continue
@@ -123,16 +124,9 @@ def _loader(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
 
 def _is_sampler(facts: ProgramFacts, node: ast.expr) -> bool:
     """Whether it is certainly a sampler: a call, or a name that is given one and nothing else."""
-    if isinstance(node, ast.Call):
-        return last(facts.syntax.dotted(node.func)) == "DistributedSampler"
-    scope = facts.syntax.scope_of[node]
-    values = [
-        one.value
-        for one in scope.of(ast.Assign)
-        if isinstance(node, ast.Name)
-        and any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
-    ]
-    return len(values) == 1 and isinstance(values[0], ast.Call) and _is_sampler(facts, values[0])
+    values = facts.dependence.values_at(node) if isinstance(node, ast.Name) else [node]
+    calls = [facts.syntax.dotted(one.func) for one in values if isinstance(one, ast.Call)]
+    return len(calls) == len(values) == 1 and last(calls[0]) == "DistributedSampler"
 
 
 def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
