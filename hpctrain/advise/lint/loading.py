@@ -144,7 +144,8 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
         return False
     name = parent.targets[0].id
     return any(
-        isinstance(loop, ast.For) and _goes_over(loop.iter, name) and _has_backward(loop)
+        any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(loop.iter))
+        and any(isinstance(one, ast.Call) and is_backward(one) for one in ast.walk(loop))
         for scope in facts.syntax.scopes
         for loop in scope.of(ast.For)
     )
@@ -167,14 +168,6 @@ def _yields_alike(facts: ProgramFacts, call: ast.Call) -> bool:
     return len(kinds) == 1 and not any(
         word in ast.unparse(node).lower() for word in _SHARING for node in (kinds[0], made)
     )
-
-
-def _goes_over(node: ast.expr, name: str) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node))
-
-
-def _has_backward(loop: ast.For) -> bool:
-    return any(isinstance(one, ast.Call) and is_backward(one) for one in ast.walk(loop))
 
 
 def _filtered(facts: ProgramFacts) -> Iterator[LintFinding]:
