@@ -100,8 +100,9 @@ def _is_used(facts: ProgramFacts, node: ast.AST) -> bool:
     parent = facts.syntax.parents[node]
     target = parent.targets[0] if isinstance(parent, ast.Assign) else None
     if isinstance(target, ast.Name):
-        names = facts.syntax.scope_of[node].of(ast.Name)
-        reads = [one for one in names if one.id == target.id and isinstance(one.ctx, ast.Load)]
+        names = [one for one in facts.syntax.scope_of[node].of(ast.Name) if one.id == target.id]
+        parents = facts.syntax.parents
+        reads = [one for one in names if one not in getattr(parents[one], "targets", ())]
         return any(node in facts.dependence.values_at(one) for one in reads)
     return isinstance(parent, _USES)
 
