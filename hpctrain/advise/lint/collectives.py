@@ -120,9 +120,8 @@ class CollectiveCalls:
         self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
         """Whether ranks may stay away from Horovod's collectives, as join() allows."""
         self.sharded = self._targets_of(*FSDP_NAMES)
-        self.sharded |= {
-            ast.unparse(call.args[0]) for call in syntax.calls_to("state_dict_type") if call.args
-        }
+        typed = [call.args[0] for call in syntax.calls_to("state_dict_type") if call.args]
+        self.typed = {(syntax.scope_of[one], ast.unparse(one)) for one in typed}
         self.engines = self._targets_of("initialize", root="deepspeed")
         self.direct: dict[ast.Call, CollectiveCall] = {}
         for call in syntax.calls:
@@ -184,7 +183,11 @@ class CollectiveCalls:
 
     def _is_sharded(self, call: ast.Call) -> bool:
         """Whether a state is that of a sharded model: of any other model it is taken alone."""
-        return bool(call.args) and ast.unparse(call.args[0]) in self.sharded
+        return bool(call.args) and self._has_shards(call.args[0])
+
+    def _has_shards(self, node: ast.expr) -> bool:
+        text = ast.unparse(node)
+        return text in self.sharded or (self.syntax.scope_of[node], text) in self.typed
 
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""
@@ -209,7 +212,7 @@ class CollectiveCalls:
             return self.syntax.imports_any("accelerate")
         if owner in self.engines and name in _ENGINE:
             return True
-        return bool(owner) and owner in self.sharded and name in _WRAPPED
+        return bool(owner) and name in _WRAPPED and self._has_shards(func.value)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
