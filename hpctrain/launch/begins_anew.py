@@ -122,19 +122,15 @@ class _Program:
         }
         self._constants: dict[str, ast.expr] = {}
         self._calls: dict[str, list[ast.Call]] = {}
+        self._set: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._constants.setdefault(node.targets[0].id, node.value)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                self._set.add(node.targets[0].attr)
             if isinstance(node, ast.Call):
                 self._take(node)
         self.saves = [call for call in self.saves if self._is_of_training(call)]
-        self._set = {
-            target.attr
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Attribute)
-        }
         self.saves.sort(key=lambda call: call.lineno)
 
     def _take(self, call: ast.Call) -> None:

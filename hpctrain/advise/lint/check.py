@@ -237,11 +237,6 @@ def _counts(findings: Iterable[LintFinding]) -> Counter[str]:
     return Counter(one.rule.code for one in findings)
 
 
-def renamed(finding: LintFinding, path: str) -> LintFinding:
-    """The finding under another name of its file."""
-    return replace(finding, path=path)
-
-
 _COMMENT = re.compile(r"#\s*hpctrain:\s*ignore\b[:\s]*(?P<codes>[^#]*)")
 _CODE = re.compile(r"HT\d{3}")
 _MARK = "hpctrain:"

@@ -127,7 +127,7 @@ class CollectiveCalls:
         for call in syntax.calls:
             name = self._name(call)
             if name:
-                certain = name not in _STATE_CALLS or self._is_sharded(call)
+                certain = name not in _STATE_CALLS or any(map(self._is_sharded, call.args[:1]))
                 certain = certain and not self._is_library_save(call, name)
                 self.direct[call] = CollectiveCall(call, name, is_certain=certain)
 
@@ -181,11 +181,18 @@ class CollectiveCalls:
         is_owner = "accelerator" in owner if libraries == ("accelerate",) else "trainer" in owner
         return bool(libraries) and is_owner and self.syntax.imports_any(*libraries)
 
-    def _is_sharded(self, call: ast.Call) -> bool:
-        """Whether a state is that of a sharded model: of any other model it is taken alone."""
-        return bool(call.args) and self._has_shards(call.args[0])
-
-    def _has_shards(self, node: ast.expr) -> bool:
+    def _is_sharded(self, node: ast.expr) -> bool:
+        """Whether a model is sharded where it stands: not in the `else` of `if args.fsdp`."""
+        child: ast.AST = node
+        for around in self.syntax.outer(node):
+            if (
+                isinstance(around, ast.If | ast.IfExp)
+                and "fsdp" in ast.unparse(around.test).lower()
+            ):
+                blocks = around.orelse if isinstance(around.orelse, list) else [around.orelse]
+                if child in blocks and not isinstance(around.test, ast.UnaryOp):
+                    return False
+            child = around
         text = ast.unparse(node)
         return text in self.sharded or (self.syntax.scope_of[node], text) in self.typed
 
@@ -212,7 +219,7 @@ class CollectiveCalls:
             return self.syntax.imports_any("accelerate")
         if owner in self.engines and name in _ENGINE:
             return True
-        return bool(owner) and name in _WRAPPED and self._has_shards(func.value)
+        return bool(owner) and name in _WRAPPED and self._is_sharded(func.value)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
