@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from hpctrain.advise.lint.check import (
     check_text,
     fixed_text,
     read_baseline,
-    renamed,
     unreadable,
 )
 from hpctrain.advise.lint.files import files_to_check
@@ -244,7 +244,7 @@ class _Lint:
         """The findings with paths as seen from a baseline's folder."""
         folder = beside.resolve().parent
         return [
-            renamed(one, Path(os.path.relpath(Path(one.path).resolve(), folder)).as_posix())
+            replace(one, path=Path(os.path.relpath(Path(one.path).resolve(), folder)).as_posix())
             for one in self.findings
         ]
 

@@ -122,9 +122,12 @@ class _Program:
         }
         self._constants: dict[str, ast.expr] = {}
         self._calls: dict[str, list[ast.Call]] = {}
+        self._set: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._constants.setdefault(node.targets[0].id, node.value)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                self._set.add(node.targets[0].attr)
             if isinstance(node, ast.Call):
                 self._take(node)
         self.saves = [call for call in self.saves if self._is_of_training(call)]
@@ -148,6 +151,8 @@ class _Program:
     def _is_of_training(self, call: ast.Call) -> bool:
         """Whether a save writes what training resumes from, and not pieces of a data set."""
         name = ast.unparse(call.func).lower()
+        if self._is_of_hook(call):
+            return False
         if name != "torch.save":
             return not any(word in name for word in ("tokenizer", "processor"))
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -155,6 +160,12 @@ class _Program:
         followed = [self._constants[one.id] for one in names if one.id in self._constants]
         words = " ".join(ast.unparse(one) for one in (*given, *followed)).lower()
         return any(word in words for word in _OF_TRAINING)
+
+    def _is_of_hook(self, node: ast.AST | None) -> bool:
+        """Whether a library calls it, which resumes by itself."""
+        while node is not None and not isinstance(node, ast.ClassDef):
+            node = self._parents.get(node)
+        return node is not None and any("Hook" in ast.unparse(one) for one in node.bases)
 
     def _take_option(self, call: ast.Call) -> None:
         names = [one.value for one in call.args if isinstance(one, ast.Constant)]
@@ -187,7 +198,8 @@ class _Program:
             if isinstance(parent, ast.FunctionDef) and asked is None:
                 asked = self._asked_by_callers(parent.name)
             node = parent
-        return asked if asked is not None and not self._is_given(asked) else None
+        given = asked is None or self._is_given(asked) or asked.dest in self._set
+        return None if given else asked
 
     def _asked_inside(self, node: ast.AST) -> AskedOption | None:
         """Return the option that a helper of another module asks, which has all of them."""

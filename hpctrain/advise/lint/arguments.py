@@ -110,24 +110,8 @@ def _compares_plain(node: ast.Compare) -> bool:
 
 
 def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
-    """What all assignments of a name in its function agree on."""
-    scope = facts.syntax.scope_of[node]
-    if node.id in scope.parameters:
-        return ""
-    values: list[ast.expr] = []
-    for node_inside in scope.nodes:
-        if isinstance(node_inside, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == node.id for target in node_inside.targets
-        ):
-            values.append(node_inside.value)
-        elif (
-            isinstance(node_inside, ast.Name)
-            and node_inside.id == node.id
-            and isinstance(node_inside.ctx, ast.Store)
-        ):
-            parent = facts.syntax.parents[node_inside]
-            if not isinstance(parent, ast.Assign):
-                return ""
+    """What all values that a name may have there agree on."""
+    values = facts.dependence.values_at(node)
     kinds = {"" if isinstance(value, ast.Name) else _plain_kind(facts, value) for value in values}
     return kinds.pop() if len(kinds) == 1 else ""
 

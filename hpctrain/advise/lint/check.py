@@ -237,14 +237,10 @@ def _counts(findings: Iterable[LintFinding]) -> Counter[str]:
     return Counter(one.rule.code for one in findings)
 
 
-def renamed(finding: LintFinding, path: str) -> LintFinding:
-    """The finding under another name of its file."""
-    return replace(finding, path=path)
-
-
 _COMMENT = re.compile(r"#\s*hpctrain:\s*ignore\b[:\s]*(?P<codes>[^#]*)")
 _CODE = re.compile(r"HT\d{3}")
 _MARK = "hpctrain:"
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
 VERSION = 1
 
 
@@ -272,16 +268,7 @@ def ignore_comments(text: str) -> list[IgnoreComment]:
                     comments.append(IgnoreComment(line, line, codes))
                 else:
                     alone.append((line, codes))
-            elif (
-                token.type
-                not in (
-                    tokenize.COMMENT,
-                    tokenize.NL,
-                    tokenize.INDENT,
-                    tokenize.DEDENT,
-                )
-                and token.type != tokenize.NEWLINE
-            ):
+            elif token.type not in _NO_CODE:
                 comments += [IgnoreComment(own, line, codes) for own, codes in alone]
                 alone = []
     except (tokenize.TokenError, SyntaxError):  # read as far as it can be

@@ -20,8 +20,11 @@ from hpctrain.advise.lint.syntax import (
     ProgramSyntax,
     argument,
     given,
+    is_true,
+    keyword,
     last,
     owner_of,
+    spreads,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ _SHARDS = re.compile(r"(?i)fsdp|shard|zero_?[123]")
 _MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
 _MPI = NAMES["mpi"]
 """mpi4py's, of objects in small letters and of buffers with a capital."""
+_LIGHTNING = NAMES["lightning"]
 _HOROVOD = NAMES["horovod"]
 _XLA = NAMES["xla"]
 _OTHER_HOMES = {
@@ -123,7 +127,7 @@ class CollectiveCalls:
         for call in syntax.calls:
             name = self._name(call)
             if name:
-                certain = name not in _STATE_CALLS or self._is_sharded(call)
+                certain = name not in _STATE_CALLS or any(map(self._is_sharded, call.args[:1]))
                 certain = certain and not self._is_library_save(call, name)
                 self.direct[call] = CollectiveCall(call, name, is_certain=certain)
 
@@ -184,7 +188,8 @@ class CollectiveCalls:
             grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
             return "" if grouped or (name in _HOROVOD and self.joins) else name
         if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
-            return "" if given(_keyword_group(call)) or _alone(call) else name
+            by_one = is_true(keyword(call, "no_dist"))
+            return "" if by_one or given(keyword(call, "process_group")) else name
         if not isinstance(call.func, ast.Attribute):
             return ""
         if name == "full_tensor" and not call.args and self.syntax.imports_any("torch.distributed"):
@@ -199,19 +204,17 @@ class CollectiveCalls:
         is_owner = "accelerator" in owner if libraries == ("accelerate",) else "trainer" in owner
         return bool(libraries) and is_owner and self.syntax.imports_any(*libraries)
 
-    def _is_sharded(self, call: ast.Call) -> bool:
-        """Whether a state is that of a sharded model: of any other model it is taken alone."""
-        return bool(call.args) and self._is_one(call.args[0], self.sharded)
-
-    def _is_said_whole(self, node: ast.AST) -> bool:
-        """Whether it stands in the branch that is for models that are not sharded."""
+    def _is_sharded(self, node: ast.AST) -> bool:
+        """Whether a model is sharded where it stands: not where a test says that none is."""
+        if not self._is_one(node, self.sharded):
+            return False
         for outer in self.syntax.outer(node):
             if isinstance(outer, ast.If | ast.IfExp) and _SHARDS.search(ast.unparse(outer.test)):
                 branch = outer.orelse if isinstance(outer.orelse, list) else [outer.orelse]
                 if (node in branch) != isinstance(outer.test, ast.UnaryOp):
-                    return True
+                    return False
             node = outer
-        return False
+        return True
 
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""
@@ -219,25 +222,24 @@ class CollectiveCalls:
             return False
         group = argument(call, "group", GROUP_PLACES[name])
         if group is None:
-            return any(one.arg is None for one in call.keywords) or any(
-                isinstance(one, ast.Starred) for one in call.args
-            )
+            return spreads(call)
         return given(group) and not self.syntax.dotted(group).endswith("group.WORLD")
 
     def _is_of_library(self, func: ast.Attribute, name: str) -> bool:
         if not isinstance(func.value, ast.Name | ast.Attribute):
             return False
         owner = ast.unparse(func.value)
+        if name in _LIGHTNING and self.syntax.imports_any("lightning", "pytorch_lightning"):
+            of_module = owner == "self" and name == "all_gather"
+            if last(owner) in ("fabric", "strategy") or of_module:
+                return name not in self.syntax.functions
         if name in _MPI:
             return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
-        if name in _ACCELERATE:
-            return self.syntax.imports_any("accelerate")
-        if name in _ACCELERATOR and "accelerator" in owner.lower():
+        if name in _ACCELERATE or (name in _ACCELERATOR and "accelerator" in owner.lower()):
             return self.syntax.imports_any("accelerate")
         if name in _ENGINE and self._is_one(func.value, self.engines):
             return True
-        sharded = name in _WRAPPED and self._is_one(func.value, self.sharded)
-        return sharded and not self._is_said_whole(func)
+        return name in _WRAPPED and self._is_sharded(func.value)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
@@ -379,27 +381,10 @@ def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:
     }
 
 
-def _keyword_group(call: ast.Call) -> ast.expr | None:
-    return next((one.value for one in call.keywords if one.arg == "process_group"), None)
-
-
-def _alone(call: ast.Call) -> bool:
-    """Whether `no_dist=True` has it done by one process."""
-    return any(
-        one.arg == "no_dist" and isinstance(one.value, ast.Constant) and one.value.value is True
-        for one in call.keywords
-    )
-
-
 def is_distributed(syntax: ProgramSyntax) -> bool:
     """Whether the program itself starts, wraps for or asks about several ranks."""
-    names = {
-        "init_process_group",
-        "DistributedDataParallel",
-        "DistributedSampler",
-        "Accelerator",
-    }
-    names |= FSDP_NAMES | {"init_distributed", "init_device_mesh"}
+    names = FSDP_NAMES | {"init_process_group", "DistributedDataParallel", "Accelerator"}
+    names |= {"init_distributed", "init_device_mesh"}
     names |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
     if any(last(syntax.dotted(call.func)) in names for call in syntax.calls):
         return True

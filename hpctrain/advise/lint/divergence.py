@@ -6,6 +6,7 @@ A walk over each function's statements, with the tests around each of them in ha
 from __future__ import annotations
 
 import ast
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -151,6 +152,8 @@ class _Walk:
     def _if(self, node: ast.If, tests: tuple[_Test, ...], after: tuple[_After, ...]) -> None:
         self._expression(node.test, tests)
         test = self._test(node.test)
+        if test is None or test.kind == _MAYBE:
+            self._exit_inside(node, tests, after)
         if test is None:
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
@@ -213,6 +216,22 @@ class _Walk:
         message = f"{word} where {test.text}: such a rank leaves out {skipped[1]}() at line {line}"
         named = _Test(test.kind, test.node, test.text)
         self._report(code, leaves, message, test.node, named, skipped[1])
+
+    def _exit_inside(
+        self, node: ast.If, tests: tuple[_Test, ...], after: tuple[_After, ...]
+    ) -> None:
+        """HT102 for a test under a rank's: no other rank comes to it, and none leaves later on."""
+        leaves, test = _leaves(self.facts, node.body), _strongest(tests) if tests else None
+        around = self.facts.syntax.parents[test.node] if test is not None else None
+        if leaves is None or test is None or not isinstance(around, ast.If) or around.orelse:
+            return
+        skipped, end = self._skipped(leaves, after), around.end_lineno or 0
+        if skipped is None or test.kind != "rank" or around in self.facts.syntax.outer(skipped[0]):
+            return
+        last_line = skipped[0].lineno if skipped[0].lineno > end else math.inf
+        others = [one for one in self.scope.nodes if isinstance(one, type(leaves))]
+        if not any(end < one.lineno < last_line for one in others):
+            self._exit(leaves, node.body, test, after)
 
     def _skipped(self, leaves: ast.stmt, after: tuple[_After, ...]) -> tuple[ast.Call, str] | None:
         """The first call that a rank leaves out which leaves here."""
@@ -318,6 +337,8 @@ class _Walk:
         loop = next((one.loop for one in after if one.loop is not None), None)
         if loop is None or not self.facts.distributed or not self._goes_on(handler):
             return
+        if isinstance(loop, ast.While) and isinstance((node.orelse or node.body)[-1], ast.Break):
+            return  # it tries the same step again
         skipped = self._first(node.body)
         code = "HT107"
         if skipped is not None and not self._is_step(node.body):

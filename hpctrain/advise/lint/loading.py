@@ -75,7 +75,8 @@ def _set_epoch(facts: ProgramFacts) -> Iterator[LintFinding]:
         return
     for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
         shuffle = argument(call, "shuffle", 3)
-        if spreads(call) or (shuffle is not None and not is_true(shuffle)):
+        may_shuffle = facts.distributed and constant(shuffle) is None
+        if spreads(call) or not (shuffle is None or is_true(shuffle) or may_shuffle):
             continue
         if not _is_for_training(facts, call):
             continue
@@ -124,16 +125,9 @@ def _loader(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
 
 def _is_sampler(facts: ProgramFacts, node: ast.expr) -> bool:
     """Whether it is certainly a sampler: a call, or a name that is given one and nothing else."""
-    if isinstance(node, ast.Call):
-        return last(facts.syntax.dotted(node.func)) == "DistributedSampler"
-    scope = facts.syntax.scope_of[node]
-    values = [
-        one.value
-        for one in scope.of(ast.Assign)
-        if isinstance(node, ast.Name)
-        and any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
-    ]
-    return len(values) == 1 and isinstance(values[0], ast.Call) and _is_sampler(facts, values[0])
+    values = facts.dependence.values_at(node) if isinstance(node, ast.Name) else [node]
+    calls = [facts.syntax.dotted(one.func) for one in values if isinstance(one, ast.Call)]
+    return len(calls) == len(values) == 1 and last(calls[0]) == "DistributedSampler"
 
 
 def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
@@ -151,7 +145,8 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
         return False
     name = parent.targets[0].id
     return any(
-        isinstance(loop, ast.For) and _goes_over(loop.iter, name) and _has_backward(loop)
+        any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(loop.iter))
+        and any(isinstance(one, ast.Call) and is_backward(one) for one in ast.walk(loop))
         for scope in facts.syntax.scopes
         for loop in scope.of(ast.For)
     )
@@ -174,14 +169,6 @@ def _yields_alike(facts: ProgramFacts, call: ast.Call) -> bool:
     return len(kinds) == 1 and not any(
         word in ast.unparse(node).lower() for word in _SHARING for node in (kinds[0], made)
     )
-
-
-def _goes_over(node: ast.expr, name: str) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node))
-
-
-def _has_backward(loop: ast.For) -> bool:
-    return any(isinstance(one, ast.Call) and is_backward(one) for one in ast.walk(loop))
 
 
 def _filtered(facts: ProgramFacts) -> Iterator[LintFinding]:

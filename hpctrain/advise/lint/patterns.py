@@ -96,11 +96,14 @@ _USES = (
 
 
 def _is_used(facts: ProgramFacts, node: ast.AST) -> bool:
-    """Whether a value goes anywhere but on to a caller, who may know, or into `_`."""
+    """Whether a value goes anywhere but on to a caller, who may know; a name must be read."""
     parent = facts.syntax.parents[node]
-    if isinstance(parent, ast.Assign | ast.NamedExpr | ast.AugAssign):
-        target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
-        return not (isinstance(target, ast.Name) and target.id.startswith("_"))
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    if isinstance(target, ast.Name):
+        names = [one for one in facts.syntax.scope_of[node].of(ast.Name) if one.id == target.id]
+        parents = facts.syntax.parents
+        reads = [one for one in names if one not in getattr(parents[one], "targets", ())]
+        return any(node in facts.dependence.values_at(one) for one in reads)
     return isinstance(parent, _USES)
 
 

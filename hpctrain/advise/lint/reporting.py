@@ -88,12 +88,16 @@ class ProgramFacts:
         return "\n".join(str(one.value) for one in self.strings).lower()
 
     def imports_where(self, holds: Callable[[ModuleSummary], bool]) -> bool:
-        """Return whether something holds for a module of the folder that is imported."""
+        """Return whether it holds for a module of the folder, imported here or there by `*`."""
         if self.folder is None:
             return False
         path = self.syntax.path
         modules = [self.folder.module_of(path, one) for one in self.syntax.imports.values()]
-        return any(one is not None and holds(one) for one in modules)
+        read = [one for one in modules if one is not None]
+        passed_on = [
+            self.folder.module_of(one.path, f"{origin}.*") for one in read for origin in one.starred
+        ]
+        return any(one is not None and holds(one) for one in (*read, *passed_on))
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these is a name, an attribute or an import of the program."""

@@ -149,8 +149,12 @@ def test_a_program_whose_helpers_can_load_is_not_said_to_load_nothing(tmp_path):
     (tmp_path / "two.py").write_text("from more import save_checkpoint\n" + loop)
     (tmp_path / "files.py").write_text("def save_checkpoint(m): ...\ndef load_checkpoint(m): ...\n")
     (tmp_path / "more.py").write_text("def save_checkpoint(m): ...\ndef load_names(m): ...\n")
+    (tmp_path / "three.py").write_text("from tools import save_checkpoint\n" + loop)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").write_text("from .disk import *\n")
+    (tmp_path / "tools" / "disk.py").write_text((tmp_path / "files.py").read_text())
 
     codes = found(tmp_path)
 
-    assert codes["one.py"] == set()
+    assert codes["one.py"] == codes["three.py"] == set()
     assert codes["two.py"] == {"HT608"}
