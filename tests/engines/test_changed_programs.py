@@ -674,3 +674,46 @@ def test_what_only_one_side_tracks_is_said_in_a_line_each(tmp_path, caplog):
         "average, noise: in the checkpoint, and not tracked by this program",
         "mean, order: not in the checkpoint, begins as the program has made it",
     ]
+
+
+class Position:
+    """Data that knows where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def reads(run, total, *, has_data):
+    model, data = nn.Linear(2, 1), Position()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model, _step):
+        data.at += 1
+        return model(torch.ones(1, 2)).sum()
+
+    trained(run, total, model, optimizer, loss, **({"data": data} if has_data else {}))
+    return data.at
+
+
+@pytest.mark.parametrize(
+    ("has_data", "at", "line"),
+    [
+        ((True, True), 5, ""),
+        ((True, False), 2, "data: in the checkpoint, and not tracked by this program"),
+        ((False, True), 2, "data: not in the checkpoint, begins as the program has made it"),
+    ],
+)
+def test_data_that_only_one_of_both_has_begins_anew(tmp_path, caplog, has_data, at, line):
+    first, second = (partial(reads, has_data=has) for has in has_data)
+    assert start(tmp_path / "run", first, 3) == 3
+
+    assert start(tmp_path / "run", second, 5) == at
+
+    said = [message for message in caplog.messages if message.startswith("data: ")]
+    assert said == [line] * bool(line)

@@ -335,11 +335,30 @@ def test_schedulers_inside_of_a_tracked_one_are_tracked(said):
     assert said(program(scheduler=combined), 3, 6) == [[], []]
 
 
-def test_an_optimizer_that_is_never_stepped_takes_no_part(said):
-    idle = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+def test_a_scaler_that_is_not_tracked_is_named(said):
+    [[line]] = said(program(_held=lambda *_: [torch.amp.GradScaler("cpu")]), 3)
 
-    assert said(program(), 3, 6) == [[], []]
-    assert not idle.state
+    assert line.startswith("GradScaler is not tracked")
+    assert line.endswith("run.track(scaler=...)")
+
+
+IDLE = {
+    "SGD": lambda *_: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9),
+    "AveragedModel": lambda *_: AveragedModel(nn.Linear(2, 2)),
+    "GradScaler": lambda *_: torch.amp.GradScaler("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_what_is_never_stepped_or_updated_takes_no_part(said, kind):
+    held = []
+
+    def hold(*others):
+        held.append(IDLE[kind](*others))
+        return held
+
+    assert said(program(_held=hold), 3, 6) == [[], []]
+    assert [type(one).__name__ for one in held] == [kind, kind]
 
 
 def test_a_program_that_saves_by_itself_is_not_looked_at(monkeypatch):

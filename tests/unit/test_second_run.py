@@ -51,7 +51,11 @@ def run(folder, *tests, options=()):
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--second-run", *options],
         cwd=folder,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # others cost a second each
+        env=os.environ
+        | {
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # others cost a second each
+            "PYTEST_ADDOPTS": "",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -394,3 +394,21 @@ def test_who_sees_to_the_job_is_not_ended_by_its_own_liveness():
     main._leave(agent, LeftOut("this node stood still"), place, own, line)
 
     assert done == ["liveness channel stopped", ("silent", "n2", 4, 1), "liveness channel stopped"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_that_leaves_has_no_process_of_its_node_left(monkeypatch, node):
+    """The process itself may live on, as an agent of the next generation."""
+    done = []
+    monkeypatch.setattr(main.signals, "ignore_all", lambda: None)
+    processes = SimpleNamespace(stop=lambda: done.append("control stopped"))
+    liveness = SimpleNamespace(
+        place=SimpleNamespace(node=node),
+        end=lambda *_: done.append("the others informed"),
+        stop=lambda: done.append("liveness channel stopped"),
+    )
+
+    assert main._see_through(lambda: 7, None, processes, liveness, leads_others=False) == 7
+
+    informed = ["the others informed"] if node == 0 else []
+    assert done == ["control stopped", *informed, "liveness channel stopped"]

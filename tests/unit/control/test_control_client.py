@@ -22,7 +22,7 @@ from hpctrain.node.control import client
 from hpctrain.node.control.board import BOARD, SOCKET, Board
 from hpctrain.node.control.client import ControlClient, why_none
 from hpctrain.node.control.collectives import entry
-from hpctrain.node.control.wire import framed, packed
+from hpctrain.node.control.wire import Splitter, framed, packed, unpacked
 from tests.support import patience
 from tests.support.control_tree import ControlTree
 
@@ -413,6 +413,7 @@ def process_that_says(tmp_path):
         threads[0].start()
         return ControlClient(tmp_path, 0)
 
+    start.lines = lines
     yield start
     threads[0].join()
     for line in [*lines, server]:
@@ -465,6 +466,20 @@ def test_a_broadcast_has_rank_0s_value_alone(process_that_says):
     body = entry(1, VALUE) + entry(0, pickle.dumps("first"))
     with closing(process_that_says(packed(said, body))) as client:
         assert client.exchange(10).gather_on_0("mine") == ["first", "a value"]
+
+
+def test_the_nodes_process_is_woken_by_a_wish_and_not_by_one_that_it_knows(process_that_says):
+    with closing(process_that_says(packed(GATHER))) as client:
+        client.exchange(10)
+        for stop in (2, 2, 3):
+            client.lease.wish(stop=stop)
+
+    [waker, _] = process_that_says.lines
+    heard, splitter = [], Splitter()
+    while piece := waker.recv(4096):  # until the client's end
+        heard += splitter.feed(piece)
+    _, *wakes = [unpacked(message)[0] for message in heard]
+    assert wakes == [{"is": "ask"}] * 2
 
 
 def test_behind_a_call_that_not_all_came_to_nothing_is_taken_for_something_else(tree):

@@ -414,3 +414,14 @@ def test_every_bit_that_flips_on_the_way_is_found():
             receiver.hear(wait_s=20)
         for end in (here, wire, there, rest):
             end.close()
+
+
+def test_a_trusted_peer_has_longer_than_one_that_greets():
+    here, there = socket.socketpair()
+    with here, there:
+        line = CopyLine(here)
+        assert here.gettimeout() == copy_line.GREET_S
+
+        line.trust(Codes(b"k" * 32, "child"))
+
+        assert here.gettimeout() == copy_line.SILENT_S

@@ -56,7 +56,7 @@ def run(folder, parts, *words):
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=TOP,
-        env={**os.environ, "PYTHONPATH": str(TOP)},
+        env={**os.environ, "PYTHONPATH": str(TOP), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,
