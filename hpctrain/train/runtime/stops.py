@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.cluster.scheduler.base import get_control
@@ -320,6 +320,7 @@ class RankSignals:
             # Of two threads that wait, either would hear a signal, and the other not.
             RankSignals._waits_in_pid = os.getpid()
             threading.Thread(target=self._wait, name="hpctrain-signals", daemon=True).start()
+            _also_from_older_threads()
 
     @property
     def is_replaced(self) -> bool:
@@ -329,12 +330,16 @@ class RankSignals:
     @staticmethod
     def _wait() -> None:
         while True:
-            signum = signal.sigwait(HEARD)
-            listening = RankSignals._listening
-            if listening is not None:
-                listening.note(signum)
-                if listening.on_heard is not None:
-                    listening.on_heard()
+            RankSignals.take(signal.sigwait(HEARD))
+
+    @staticmethod
+    def take(signum: int) -> None:
+        """Take in a signal for the one that listens, and have it told on."""
+        listening = RankSignals._listening
+        if listening is not None and signum in HEARD:
+            listening.note(signum)
+            if listening.on_heard is not None:
+                listening.on_heard()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self.note(signum)
@@ -352,6 +357,37 @@ class RankSignals:
         self.interrupted = True
         self.heard.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _also_from_older_threads() -> None:
+    """Hear a signal at once that a thread takes which is older than the mask, as OpenBLAS's are.
+
+    Python's own handler would wait until the main thread leaves C code. An event loop that has the
+    descriptor keeps it.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    theirs = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if theirs != -1:
+        signal.set_wakeup_fd(theirs)
+        os.close(read)
+        os.close(write)
+        return
+    # A fork's signals would be heard here.
+    os.register_at_fork(after_in_child=partial(_leave_alone, write))
+
+    def wait() -> None:
+        while taken := os.read(read, 64):
+            for signum in taken:
+                RankSignals.take(signum)
+
+    threading.Thread(target=wait, name="hpctrain-wakeup", daemon=True).start()
+
+
+def _leave_alone(write: int) -> None:
+    theirs = signal.set_wakeup_fd(-1)
+    if theirs not in (-1, write):
+        signal.set_wakeup_fd(theirs)
 
 
 # ---- requests, on rank 0

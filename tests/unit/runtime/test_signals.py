@@ -61,6 +61,46 @@ raise SystemExit(0 if told.wait(30) and signals.term else 1)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_a_signal_that_an_older_thread_takes_is_told_on_as_soon():
+    """Such as those of OpenBLAS, which an import starts: they do not block what a rank blocks."""
+    program = """
+import os, signal, threading
+from hpctrain.train.runtime.stops import RankSignals
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signals, told = RankSignals(), threading.Event()
+signals.start()
+signals.on_heard = told.set
+os.kill(os.getpid(), signal.SIGTERM)
+if not told.wait(30) or not signals.term:
+    raise SystemExit(1)
+pid = os.fork()  # whose signals are no business of this process
+if pid == 0:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os._exit(0)
+os.waitpid(pid, 0)
+told.clear()
+os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(2 if not told.wait(30) or signals.warned else 0)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_programs_own_wakeup_descriptor_stays():
+    """An event loop that was made before has it."""
+    program = """
+import os, signal
+from hpctrain.train.runtime.stops import RankSignals
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+RankSignals().start()
+raise SystemExit(0 if signal.set_wakeup_fd(-1) == write else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_a_fork_of_a_process_that_listens_hears_its_own_signals():
     """A launcher may have called `hpctrain.init()` before it forks its ranks."""
     program = """
