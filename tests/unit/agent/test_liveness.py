@@ -15,6 +15,7 @@ import pytest
 
 from hpctrain.core.base import clock
 from hpctrain.node.agent.liveness import LivenessChannel, LivenessPlace
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
@@ -54,7 +55,7 @@ class Nodes:
 
     def hear(self, kind):
         """The next word of this kind at node 0."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             for said in self.first.news(0.2):
                 if kind in said:
@@ -63,7 +64,7 @@ class Nodes:
 
     def hears(self, node, kind):
         """The next word of this kind at another node."""
-        while self.lines[node].poll(20):
+        while self.lines[node].poll(PATIENCE_S):
             said = self.lines[node].recv()
             if kind in said:
                 return said

@@ -17,6 +17,7 @@ from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.layout import RunDir
+from tests.support import patience
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
 GOLDEN = Path(__file__).parents[2] / "data" / "slurm-answers" / "full_script.sh"
@@ -211,13 +212,11 @@ class Script:
         return self
 
     def wait(self):
-        self.out, self.err = self.process.communicate(timeout=30)
+        self.out, self.err = self.process.communicate(timeout=patience.PATIENCE_S)
         return self.process.returncode
 
     def wait_for(self, name):
-        deadline = time.monotonic() + 30
-        while not (self.folder / name).exists():
-            assert time.monotonic() < deadline, f"{name} did not come"
+        patience.until((self.folder / name).exists, f"{name} did not come")
 
 
 NOTE = 'printf "%s\\0" "$@" > args; '
