@@ -31,10 +31,7 @@ from hpctrain.core.settings.check import missing_tracker, node_range
 from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
-from hpctrain.launch.live_job import outlasting
 from hpctrain.launch.program import seen_saves
-from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.history.run_state import OVER
 from hpctrain.ledger.plan.deepspeed import (
     check_user_config,
     is_text,
@@ -42,7 +39,6 @@ from hpctrain.ledger.plan.deepspeed import (
     resolve_ds_config,
 )
 from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config, untried
-from hpctrain.ledger.run.find_run import indexed
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -365,6 +361,8 @@ def _places(patterns: list[str], cwd: str, run: Path) -> list[tuple[str, tuple[s
 
 def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
     """Other runs of programs. One that cannot be read is nobody's rival here."""
+    from hpctrain.ledger.run.find_run import indexed
+
     try:
         folders = sorted(run.parent.iterdir())
     except OSError:  # none so far
@@ -390,11 +388,17 @@ def _saved_by(run: RunDir, spec: Spec) -> list[str]:
 
 
 def _is_over(run: RunDir) -> bool:
+    # History takes a third of a submit's start, and few runs register checkpoints.
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_state import OVER
+
     return RunHistory.read(run, marks="few").state.phase in OVER
 
 
 def _may_write(run: RunDir, spec: Spec) -> bool:
     """Whether a job of the run may still save; one that is ending is waited for a while."""
+    from hpctrain.launch.live_job import outlasting
+
     if _is_over(run):
         return False
     try:

@@ -51,14 +51,6 @@ from hpctrain.core.settings.spec import (
     secrets_of,
 )
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
-from hpctrain.launch.after import (
-    Awaited,
-    check_after,
-    find_predecessors,
-    refuse_circle,
-    take_beside,
-    take_then,
-)
 from hpctrain.launch.change import (
     SiteChoice,
     changed,
@@ -92,6 +84,7 @@ if TYPE_CHECKING:
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import RunSettings, Settings
+    from hpctrain.launch.after import Awaited
     from hpctrain.launch.snapshot import Checkout
 
     LintProgram = Callable[[Entry, Settings, Path], list[str]]
@@ -306,9 +299,13 @@ def _with_others(
     check_sealed(spec.settings, spec.entry.cwd, runs / spec.name, spec.after)
     of_others: list[str] = []
     if spec.settings.evaluate.script:
+        from hpctrain.launch.after import take_beside
+
         of_others += take_beside(spec, request.environ, accounting=accounting)
     following: list[Spec] = []
     if request.then:
+        from hpctrain.launch.after import take_then
+
         following, more = take_then(
             spec, request.then, runs, request.environ, accounting=accounting
         )
@@ -328,6 +325,8 @@ def _with_others(
 
 def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]) -> list[Awaited]:
     """Put the predecessors into the spec; those that must be waited for."""
+    from hpctrain.launch.after import check_after, find_predecessors, refuse_circle
+
     spec.after = find_predecessors(request.after, request.name, runs)
     refuse_circle(runs / spec.name, spec.after)
     try:

@@ -9,7 +9,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {refused}:
+        if any(name == one or name.startswith(one + ".") for one in {refused}):
             raise ImportError(f"{{name}} is not to be imported on a login node")
 
 sys.meta_path.insert(0, Refuse())
@@ -17,5 +17,5 @@ sys.meta_path.insert(0, Refuse())
 
 
 def refuse_imports(folder: Path, *packages: str) -> None:
-    """Every Python that has this folder in its PYTHONPATH refuses to import these packages."""
+    """Every Python that has this folder in its PYTHONPATH refuses these packages or modules."""
     Path(folder, "sitecustomize.py").write_text(_HOOK.format(refused=set(packages)))

@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from hpctrain.advise.lint.rule import LEVELS, RULES, LintFinding, LintRule, finding_plain
 from hpctrain.core.base import VERSION
 from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
@@ -21,11 +20,13 @@ from hpctrain.launch.program import MOST_BYTES, PYTHON_KINDS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from hpctrain.advise.lint.rule import LintFinding, LintRule
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Entry
 
 SARIF_VERSION = "2.1.0"
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+# Not LEVELS: its module reads all rules, which a submit of the recipe would wait for.
 _SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -49,7 +50,7 @@ def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[st
 
 def summary(findings: Sequence[LintFinding], files: int, hidden: int) -> str:
     """How much was found: the last line."""
-    numbers = {level: sum(one.rule.level == level for one in findings) for level in LEVELS}
+    numbers = {level: sum(one.rule.level == level for one in findings) for level in _SARIF_LEVELS}
     parts = [
         count(number, level) for level, number in numbers.items() if number and level != "info"
     ]
@@ -62,15 +63,21 @@ def summary(findings: Sequence[LintFinding], files: int, hidden: int) -> str:
 
 def findings_plain(findings: Sequence[LintFinding], files: int) -> dict[str, Any]:
     """All findings as one JSON value."""
+    from hpctrain.advise.lint.rule import finding_plain
+
     return {
         "files": files,
-        **{f"{level}s": sum(one.rule.level == level for one in findings) for level in LEVELS},
+        **{
+            f"{level}s": sum(one.rule.level == level for one in findings) for level in _SARIF_LEVELS
+        },
         "findings": [finding_plain(one) for one in findings],
     }
 
 
 def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
     """The findings as one SARIF log."""
+    from hpctrain.advise.lint.rule import RULES
+
     rules = list(RULES.values())
     places = {rule.code: number for number, rule in enumerate(rules)}
     return {

@@ -23,7 +23,6 @@ from hpctrain.core.settings.external import name_of, names_of
 from hpctrain.core.settings.schema import AUTO_STAGE_NODES, Settings, SlurmSettings
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.ledger.run.event_fields import is_job_id
-from hpctrain.ledger.run.event_types import EnvironmentStaged
 from hpctrain.ledger.run.staging import Staging, is_staged, places_of
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
+    from hpctrain.ledger.run.event_types import EnvironmentStaged
     from hpctrain.ledger.run.layout import RunDir
 
 
@@ -529,6 +529,8 @@ def outcome(
     `lines` are `hpctrain-stage NODE WORD ...` of stage_node.sh. `job` is its id and restarts; `way`
     is "sbcast" or "read". `seconds` is for all of it; `why` says why no node was asked, or "".
     """
+    from hpctrain.ledger.run.event_types import EnvironmentStaged
+
     outcomes: dict[str, tuple[str, str]] = {}
     for line in lines:
         mark, _, rest = line.strip().partition(" ")
