@@ -1,36 +1,64 @@
 """Programs that save checkpoints and do not resume from them by themselves, found in their source.
 
 A run of such a program begins at step 0 after each preemption, for as long as anybody lets it. What
-is looked for is that a program saves, and that nothing in it loads, or that it loads only under a
-test of an option that the command line does not give. It is a note of `submit` and of `check`, with
-the words to add, and lint's HT608; a program that speaks with hpctrain is not looked at.
-tests/unit/submit/test_begins_anew.py holds the promises; docs/getting-started.md says how often it
-is right.
+is looked for is that a program saves in its loop and that no load is reached before: none is there,
+or each stands under a test that is false with the command line as it is given. It is a note of
+`submit` and of `check`, with the words to add, and lint's HT608; a program that speaks with
+hpctrain is not looked at. tests/unit/submit/test_begins_anew.py holds the promises;
+docs/getting-started.md says how often it is right.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import shlex
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _SAVED = ("checkpoint", "ckpt", "snapshot", "pretrained", "state", "model", "weights", "master")
 """With "save" in a function's name: what it saves."""
 _LOADED = ("checkpoint", "ckpt", "snapshot", "state", "model", "weights", "pretrained", "last")
 _BACK = ("load", "restore", "resume", "restart", "from_state", "from_checkpoint")
 """With one of `_LOADED` in a function's name: it goes back to what was saved."""
+_ELSEWHERE = ("url", "hub")
+"""In the name of what loads: published weights, or the program's own module."""
 _ASKED = ("resume", "ckpt", "checkpoint", "restore", "load", "continue", "init_from")
 _OF_TRAINING = (*_SAVED, "ckpt", "optim", "param", "net", "epoch", "best", "last")
 """One of these stands in what `torch.save` is given by a program that trains; else it is data."""
+_OF_DATA = ("corpus", "vocab", "dataset", "vector", "tokenizer", "processor")
 _TRAINS = re.compile(r"backward|epoch|optimizer|\btrain")
 _OF_CHECKPOINTS = (".pt", ".ckpt", ".tar", ".bin", ".safetensors", "ckpt", "checkpoint")
+_ARGUMENTS = frozenset({"args", "opt", "opts", "FLAGS"})
+"""Usual names of the parsed arguments, where another module has parsed them."""
+_USUAL_OPTIONS = frozenset({"resume", "resume_from", "resume_path", "resume_from_checkpoint"})
+"""Options that mean the same in every program: empty unless they are given."""
+_FOLLOWED = 4
+"""Calls and names that are followed, one from another."""
 PLACE = "PATH"
 """Stands for a path that is not plain from the source."""
+_IS_A_PATH = ("isfile", "isdir", "exists")
+_UNKNOWN = object()
+_FIELD = re.compile(r"%[-+ #0-9.]*[a-z]|\{[^{}]*\}")
+"""What `%` or `format` fills in."""
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.In: lambda one, many: one in many,
+    ast.NotIn: lambda one, many: one not in many,
+}
+_ENDS = ast.Return | ast.Raise
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -40,8 +68,7 @@ class AskedOption:
     name: str  # as one types it
     dest: str  # of the parsed arguments
     is_flag: bool  # it takes no value
-    # its value where it is not given, as text; None where that is none or not plain
-    default: str | None
+    default: object  # its value where it is not given; _UNKNOWN where that is not plain
 
     @property
     def goes_on(self) -> bool:
@@ -55,22 +82,24 @@ class BeginsAnew:
 
     pattern: str  # where it saves, as `checkpoint.sealed` takes it; PLACE where nobody can say
     save: ast.Call  # the first save
-    option: AskedOption | None  # the option with which it resumes; None where nothing in it loads
+    option: AskedOption | None  # the option with which it loads; None where nothing in it does
 
     def note(self, name: str) -> str:
         """What to tell its user."""
         saves = f"{name} saves its checkpoints (line {self.save.lineno})"
-        if self.option is None:
+        anew = "after a preemption it begins at its first step again."
+        option = self.option
+        if option is None or not option.goes_on:
+            only = f"loads one only with {option.name}, which is not given" if option else ""
             return (
-                f"{saves} and loads none: after a preemption it begins at its first step again. "
+                f"{saves} and {only or 'loads none at its start'}: {anew} "
                 "Load the newest one at the start, or have hpctrain save and load: give model and "
                 "optimizer to run.track, and loop over run.steps (`hpctrain help getting-started`)"
             )
-        words = self.option.name if self.option.is_flag else f"{self.option.name} {{checkpoint}}"
+        words = option.name if option.is_flag else f"{option.name} {{checkpoint}}"
         return (
-            f"{saves} and resumes from one only with {self.option.name}, which is not given: after "
-            "a preemption it begins at its first step again. Add: "
-            f"--checkpoint {shlex.quote(self.pattern)} --resume-args={shlex.quote(words)}"
+            f"{saves} and resumes from one only with {option.name}, which is not given: {anew} "
+            f"Add: --checkpoint {shlex.quote(self.pattern)} --resume-args={shlex.quote(words)}"
             f"{' (PATH: where it saves)' if self.pattern == PLACE else ''}"
         )
 
@@ -89,16 +118,15 @@ def begins_anew(text: str, args: Sequence[str]) -> BeginsAnew | None:
     saves = [call for call in program.saves if program.is_repeated(call)]
     if not saves:  # what is saved once, at the end, is a result
         return None
-    first = saves[0]
+    under: list[AskedOption] = []
+    for load in program.loads:
+        options = program.left_out_by(load, saves)
+        if options is None:
+            return None
+        under += options
+    option = next((option for option in under if option.goes_on), next(iter(under), None))
     pattern = next((p for call in saves if (p := program.path(call))), PLACE)
-    if not program.loads:
-        return BeginsAnew(pattern, first, None)
-    under = [program.asked_under(call) for call in program.loads]
-    if None in under:
-        return None
-    going_on = (option for option in under if option is not None and option.goes_on)
-    option = next(going_on, None)
-    return None if option is None else BeginsAnew(pattern, first, option)
+    return BeginsAnew(pattern, saves[0], option)
 
 
 def _is_named(name: str, does: Sequence[str], what: Sequence[str]) -> bool:
@@ -113,25 +141,30 @@ class _Program:
     tree: ast.Module
     args: Sequence[str]
     saves: list[ast.Call] = field(default_factory=list)
-    loads: list[ast.AST] = field(default_factory=list)
+    loads: list[ast.expr] = field(default_factory=list)
     options: dict[str, AskedOption] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parents = {
+        self._parents: dict[ast.AST, ast.AST] = {
             below: node for node in ast.walk(self.tree) for below in ast.iter_child_nodes(node)
         }
-        self._constants: dict[str, ast.expr] = {}
         self._calls: dict[str, list[ast.Call]] = {}
-        self._set: set[str] = set()
+        self._functions: dict[str, _Function] = {}
+        self._names_set: dict[str, list[ast.Name]] = {}
+        self._attributes_set: set[str] = set()
+        self._arguments = set(_ARGUMENTS)
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self._constants.setdefault(node.targets[0].id, node.value)
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-                self._set.add(node.targets[0].attr)
-            if isinstance(node, ast.Call):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._names_set.setdefault(node.id, []).append(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                self._attributes_set.add(node.attr)
+            elif isinstance(node, _Function):
+                self._functions[node.name] = node
+            elif isinstance(node, ast.Call):
                 self._take(node)
         self.saves = [call for call in self.saves if self._is_of_training(call)]
         self.saves.sort(key=lambda call: call.lineno)
+        self.loads = [node for node in self.loads if not self._is_no_checkpoint(node)]
 
     def _take(self, call: ast.Call) -> None:
         name = ast.unparse(call.func)
@@ -139,6 +172,11 @@ class _Program:
         self._calls.setdefault(last, []).append(call)
         if last in {"add_argument", "option"}:
             self._take_option(call)
+        elif last == "set_defaults":
+            self._attributes_set |= {keyword.arg or "" for keyword in call.keywords}
+        elif last in {"parse_args", "parse_known_args"}:
+            target = getattr(self._parents[call], "targets", [call])[0]
+            self._arguments |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
         elif name in {"torch.save", "dcp.save"} or _is_named(last, ("save",), _SAVED):
             self.saves.append(call)
         elif name in {"torch.load", "dcp.load"} or _is_named(last, _BACK, _LOADED):
@@ -154,10 +192,10 @@ class _Program:
         if self._is_of_hook(call):
             return False
         if name != "torch.save":
-            return not any(word in name for word in ("tokenizer", "processor"))
+            return not any(word in name for word in _OF_DATA)
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
-        followed = [self._constants[one.id] for one in names if one.id in self._constants]
+        followed = [value for one in names if (value := self._first_value(one.id)) is not None]
         words = " ".join(ast.unparse(one) for one in (*given, *followed)).lower()
         return any(word in words for word in _OF_TRAINING)
 
@@ -167,6 +205,25 @@ class _Program:
             node = self._parents.get(node)
         return node is not None and any("Hook" in ast.unparse(one) for one in node.bases)
 
+    def _is_no_checkpoint(self, node: ast.expr) -> bool:
+        """Whether what looks like a load reads data, copies a model, or is judged by its body."""
+        if not isinstance(node, ast.Call):
+            return False
+        name = ast.unparse(node.func).lower()
+        parent = self._parents.get(node)
+        target = ast.unparse(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
+        given = ast.unparse(node).lower()
+        if name == "torch.load" and any(word in f"{target} {given}" for word in _OF_DATA):
+            return True
+        if any(word in name for word in _ELSEWHERE) or given.endswith("state_dict())"):
+            return True
+        own = self._functions.get(ast.unparse(node.func).rpartition(".")[2])
+        if own is None or node not in self._calls_of(own):
+            return False
+        inside = [ast.unparse(one.func) for one in ast.walk(own) if isinstance(one, ast.Call)]
+        reads = any(word in one for one in inside for word in ("load", "restore", "read"))
+        return not reads or any(one in self.loads and one is not node for one in ast.walk(own))
+
     def _take_option(self, call: ast.Call) -> None:
         names = [one.value for one in call.args if isinstance(one, ast.Constant)]
         long = [n for n in names if isinstance(n, str) and n.startswith("-")]
@@ -175,76 +232,206 @@ class _Program:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         name = max(long, key=len)
         dest = given.get("dest")
-        name_of_value = (
+        name_of_value = str(
             dest.value if isinstance(dest, ast.Constant) else name.lstrip("-").replace("-", "_")
         )
         action = given.get("action")
-        is_flag = isinstance(action, ast.Constant) and str(action.value).startswith("store_")
-        is_flag = is_flag or "is_flag" in given
-        default = given.get("default")
-        plain = default.value if isinstance(default, ast.Constant) else None
-        self.options[str(name_of_value)] = AskedOption(
-            name, str(name_of_value), is_flag, str(plain) if plain else None
-        )
+        stores = str(action.value) if isinstance(action, ast.Constant) else ""
+        is_flag = stores.startswith("store_") or "is_flag" in given
+        default = _plain(given["default"]) if "default" in given else None
+        if is_flag and default is None:
+            default = stores == "store_false"
+        if "required" in given or "default_factory" in given:
+            default = _UNKNOWN
+        self.options[name_of_value] = AskedOption(name, name_of_value, is_flag, default)
 
-    def asked_under(self, node: ast.AST) -> AskedOption | None:
-        """Return the option whose test a load stands under, where nothing else lets it load."""
-        if isinstance(node, ast.Call) and "auto" in ast.unparse(node.func):
-            return None
-        asked = self._asked_inside(node)
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.If | ast.IfExp):
-                asked = asked or self._option_in(parent.test)
-            if isinstance(parent, ast.FunctionDef) and asked is None:
-                asked = self._asked_by_callers(parent.name)
-            node = parent
-        given = asked is None or self._is_given(asked) or asked.dest in self._set
-        return None if given else asked
+    def left_out_by(
+        self, node: ast.expr, saves: Sequence[ast.Call], depth: int = 0
+    ) -> list[AskedOption] | None:
+        """Return the options of the tests that keep a load from being reached before the saves.
 
-    def _asked_inside(self, node: ast.AST) -> AskedOption | None:
-        """Return the option that a helper of another module asks, which has all of them."""
-        if not isinstance(node, ast.Call):
-            return None
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if not any(isinstance(one, ast.Name) and one.id in {"args", "opt"} for one in given):
-            return None
-        asks = (o for o in self.options.values() if "resume" in o.dest and o.default is None)
-        return next(asks, None)
-
-    def is_repeated(self, node: ast.AST, depth: int = 0) -> bool:
-        """Whether a call stands in a loop, or in a function that is called in one."""
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.For | ast.While):
-                return True
-            if isinstance(parent, ast.FunctionDef):
-                calls = self._calls.get(parent.name, []) if depth < 3 else []  # noqa: PLR2004
-                return any(self.is_repeated(call, depth + 1) for call in calls)
-            node = parent
-        return False
-
-    def _asked_by_callers(self, name: str) -> AskedOption | None:
-        asked = [self._asked_directly(call) for call in self._calls.get(name, [])]
-        return asked[0] if asked and None not in asked else None
-
-    def _asked_directly(self, node: ast.AST) -> AskedOption | None:
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.If) and (asked := self._option_in(parent.test)):
-                return asked
-            node = parent
+        Returns:
+            None if it may be reached. The list is empty if no option has to do with it.
+        """
+        if self._is_after(node, saves):
+            return []
+        if isinstance(node, ast.Call) and (asked := self._asked_inside(node)) is not None:
+            return [asked]
+        if not isinstance(node, ast.Call) and self._truth(node) is False:
+            return self._options_in(node)
+        below: ast.AST = node
+        while (parent := self._parents.get(below)) is not None:
+            if (test := self._test_before(parent, below)) is not None:
+                return self._options_in(test)
+            if isinstance(parent, _Function):
+                calls = self._calls_of(parent) if depth < _FOLLOWED else []
+                each = [self.left_out_by(call, saves, depth + 1) for call in calls]
+                if each and None not in each:
+                    return [option for options in each for option in options or ()]
+            below = parent
         return None
 
-    def _option_in(self, test: ast.expr) -> AskedOption | None:
-        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
-            return None  # it loads without the option, too
-        asked: list[AskedOption] = []
-        for node in ast.walk(test):
-            dest = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-            option = self.options.get(dest)
-            if option is None and ast.unparse(node) in {"args.resume", "opt.resume"}:
-                option = AskedOption("--resume", "resume", is_flag=False, default=None)
-            if option is not None and option.default is None:
-                asked.append(option)
-        return next((option for option in asked if option.goes_on), asked[0] if asked else None)
+    def _calls_of(self, function: _Function) -> list[ast.Call]:
+        is_method = isinstance(self._parents[function], ast.ClassDef)
+        calls = self._calls.get(function.name, [])
+        return [call for call in calls if isinstance(call.func, ast.Attribute) is is_method]
+
+    def _test_before(self, parent: ast.AST, node: ast.AST) -> ast.expr | None:
+        """Return the test of `parent` that is known and leaves `node` out."""
+        if isinstance(parent, ast.If | ast.IfExp):
+            body = parent.body if isinstance(parent.body, list) else [parent.body]
+            truth = self._truth(parent.test) if node is not parent.test else None
+            # A load instead of the one that resumes reads weights to start from.
+            instead = truth is False and any(
+                load in ast.walk(one) for one in body for load in self.loads
+            )
+            left_out = truth is not None and truth is not (node in body)
+            return parent.test if left_out or (instead and node not in body) else None
+        for statement in getattr(parent, "body", ()) if isinstance(node, ast.stmt) else ():
+            if statement is node:
+                break
+            ends = isinstance(statement, ast.If) and isinstance(statement.body[-1], _ENDS)
+            if isinstance(statement, ast.If) and ends and self._truth(statement.test):
+                return statement.test
+        return None
+
+    def _truth(self, test: ast.AST) -> bool | None:
+        """Whether a test holds with the command line as it is; None where nobody can say."""
+        if isinstance(test, ast.BoolOp):
+            each = [self._truth(one) for one in test.values]
+            decides = isinstance(test.op, ast.Or)
+            if decides in each:
+                return decides
+            return None if None in each else not decides
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            truth = self._truth(test.operand)
+            return None if truth is None else not truth
+        if isinstance(test, ast.Compare):
+            return self._truth_of_comparison(test)
+        if isinstance(test, ast.Call) and ast.unparse(test.func).endswith(_IS_A_PATH):
+            return False if any(self._value(one) in ("", None) for one in test.args) else None
+        value = self._value(test)
+        return None if value is _UNKNOWN else bool(value)
+
+    def _truth_of_comparison(self, test: ast.Compare) -> bool | None:
+        compare = _COMPARED.get(type(test.ops[0])) if len(test.ops) == 1 else None
+        values = self._value(test.left), self._value(test.comparators[0])
+        if compare is None or _UNKNOWN in values:
+            return None
+        try:
+            return bool(compare(*values))
+        except TypeError:
+            return None
+
+    def _value(self, node: ast.AST, depth: int = 0) -> object:
+        """Return what an expression is with the command line as it is, or _UNKNOWN."""
+        if (option := self._option_of(node)) is not None:
+            is_set = isinstance(node, ast.Attribute) and option.dest in self._attributes_set
+            return _UNKNOWN if is_set or self._is_given(option) else option.default
+        if isinstance(node, ast.Name):
+            set_to = self._value_before(node)
+            return self._value(set_to, depth + 1) if set_to and depth < _FOLLOWED else _UNKNOWN
+        if isinstance(node, ast.List | ast.Tuple):
+            values = [self._value(one, depth) for one in node.elts]
+            return _UNKNOWN if _UNKNOWN in values else values
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "len" and node.args:
+            value = self._value(node.args[0], depth)
+            return len(value) if isinstance(value, str | list | tuple) else _UNKNOWN
+        return _plain(node)
+
+    def _set_before(self, node: ast.Name) -> list[ast.Name]:
+        """Return where a name's value may come from: its function before it, else the module."""
+        scope = self._scope(node)
+        stores = self._names_set.get(node.id, [])
+        own = [one for one in stores if self._scope(one) is scope]
+        if own or (isinstance(scope, _Function) and node.id in _parameters(scope)):
+            return [one for one in own if one.lineno < node.lineno]
+        return [one for one in stores if isinstance(self._scope(one), ast.Module)]
+
+    def _value_before(self, node: ast.Name) -> ast.expr | None:
+        """Return what a name was set to, where that is one plain assignment."""
+        stores = self._set_before(node)
+        parent = self._parents[stores[0]] if len(stores) == 1 else None
+        if isinstance(parent, ast.Assign) and parent.targets == stores:
+            return parent.value
+        return None
+
+    def _first_value(self, name: str) -> ast.expr | None:
+        for store in self._names_set.get(name, []):
+            parent = self._parents[store]
+            if isinstance(parent, ast.Assign):
+                return parent.value
+        return None
+
+    def _option_of(self, node: ast.AST) -> AskedOption | None:
+        """Return the option that an expression reads: `args.resume`, or a name without a value."""
+        if isinstance(node, ast.Name):
+            return None if self._set_before(node) else self.options.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        if ast.unparse(node.value).rpartition(".")[2] not in self._arguments:
+            return None
+        if node.attr in _USUAL_OPTIONS and node.attr not in self.options:
+            return AskedOption(f"--{node.attr}", node.attr, is_flag=False, default=None)
+        return self.options.get(node.attr)
+
+    def _options_in(self, test: ast.AST) -> list[AskedOption]:
+        names = [one for one in ast.walk(test) if isinstance(one, ast.Name)]
+        followed = [value for one in names if (value := self._value_before(one)) is not None]
+        each = (self._option_of(one) for one in (*ast.walk(test), *followed))
+        return [option for option in each if option is not None]
+
+    def _asked_inside(self, call: ast.Call) -> AskedOption | None:
+        """Return the option that a helper of another module asks, which has all of them."""
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if not any(isinstance(one, ast.Name) and one.id in self._arguments for one in given):
+            return None
+        if "auto" in ast.unparse(call.func) or ast.unparse(call.func) in self._functions:
+            return None
+        asks = (o for o in self.options.values() if "resume" in o.dest and not o.default)
+        option = next(asks, None)
+        return None if option is None or self._is_given(option) else option
+
+    def is_repeated(self, node: ast.AST) -> bool:
+        """Whether a call stands in a loop, or in a function that is called in one."""
+        return next(self._loops(node), None) is not None
+
+    def _loops(self, node: ast.AST, depth: int = 0) -> Iterator[ast.stmt | ast.expr]:
+        """Yield the loop around a call, then what calls the function in which that stands."""
+        while (parent := self._parents.get(node)) is not None:
+            if isinstance(parent, ast.For | ast.While):
+                yield parent
+                yield from self._callers(parent)
+                return
+            if isinstance(parent, _Function):
+                for call in self._calls_of(parent) if depth < _FOLLOWED - 1 else ():
+                    yield from self._loops(call, depth + 1)
+                return
+            node = parent
+
+    def _callers(self, node: ast.AST, depth: int = 0) -> Iterator[ast.expr]:
+        scope = self._scope(node)
+        if isinstance(scope, _Function) and depth < _FOLLOWED:
+            for call in self._calls_of(scope):
+                yield call
+                yield from self._callers(call, depth + 1)
+
+    def _scope(self, node: ast.AST) -> ast.AST:
+        while (parent := self._parents.get(node)) is not None:
+            node = parent
+            if isinstance(node, _Function):
+                break
+        return node
+
+    def _is_after(self, node: ast.expr, saves: Sequence[ast.Call]) -> bool:
+        """Whether a load comes only when the loops that save have ended."""
+        scope = self._scope(node)
+        for save in saves:
+            loops = [one for one in self._loops(save) if self._scope(one) is scope]
+            ends = [one.end_lineno or one.lineno for one in loops]
+            if not ends or max(ends) >= node.lineno:
+                return False
+        return True
 
     def _is_given(self, option: AskedOption) -> bool:
         return any(word == option.name or word.startswith(f"{option.name}=") for word in self.args)
@@ -268,6 +455,8 @@ class _Program:
             for part in node.values:
                 inner = part.value if isinstance(part, ast.FormattedValue) else part
                 yield from self._texts(inner, depth + 1)
+        elif (template := _template(node)) is not None:
+            yield from (_FIELD.sub("*", part) for part in self._texts(template, depth + 1))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Add):
             yield from self._texts(node.left, depth + 1)
             yield "/" if isinstance(node.op, ast.Div) else ""
@@ -276,34 +465,52 @@ class _Program:
             for number, part in enumerate(node.args):
                 yield "/" if number else ""
                 yield from self._texts(part, depth + 1)
-        elif isinstance(node, ast.Name) and node.id in self._constants and depth < 4:  # noqa: PLR2004
-            yield from self._texts(self._constants[node.id], depth + 1)
-        elif isinstance(node, ast.Name) and (default := self._default_of(node)) is not None:
-            yield default
+        elif isinstance(node, ast.Name):
+            value = self._first_value(node.id) if depth < _FOLLOWED else None
+            default = self._default_of(node) or "*"
+            yield from [default] if value is None else self._texts(value, depth + 1)
         elif isinstance(node, ast.Attribute) and node.attr in self.options:
-            yield self._value(self.options[node.attr])
+            yield self._text_of(self.options[node.attr])
         else:
             yield "*"
 
     def _default_of(self, name: ast.Name) -> str | None:
         """Return the default of a parameter of the function in which a name stands."""
-        node: ast.AST = name
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.FunctionDef):
-                own = parent.args.args
-                defaults = zip(reversed(own), reversed(parent.args.defaults), strict=False)
-                for parameter, default in defaults:
-                    if parameter.arg == name.id and isinstance(default, ast.Constant):
-                        return str(default.value) if default.value else None
-                return None
-            node = parent
+        scope = self._scope(name)
+        if isinstance(scope, _Function):
+            own = zip(reversed(scope.args.args), reversed(scope.args.defaults), strict=False)
+            for parameter, default in own:
+                if parameter.arg == name.id and isinstance(default, ast.Constant):
+                    return str(default.value) if default.value else None
         return None
 
-    def _value(self, option: AskedOption) -> str:
+    def _text_of(self, option: AskedOption) -> str:
         """Return what an option has on the command line, else its default, else a wildcard."""
         for number, word in enumerate(self.args):
             if word.startswith(f"{option.name}="):
                 return word.partition("=")[2]
             if word == option.name and number + 1 < len(self.args):
                 return self.args[number + 1]
-        return option.default or "*"
+        return option.default if isinstance(option.default, str) and option.default else "*"
+
+
+def _plain(node: ast.AST) -> object:
+    """Return the value of a literal, or _UNKNOWN."""
+    try:
+        return ast.literal_eval(node) if isinstance(node, ast.expr) else _UNKNOWN
+    except (ValueError, TypeError, RecursionError):
+        return _UNKNOWN
+
+
+def _template(node: ast.AST) -> ast.expr | None:
+    """Return the text that `%` or `format` fills, if a node is one of these."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return node.left
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value if node.func.attr == "format" else None
+    return None
+
+
+def _parameters(function: _Function) -> list[str]:
+    given = function.args
+    return [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]

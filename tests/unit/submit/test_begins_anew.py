@@ -37,8 +37,8 @@ def note(body, *args, head=HEAD):
 
 def test_one_that_loads_nothing_is_told_what_comes_of_it():
     assert note(SAVES).startswith(
-        "train.py saves its checkpoints (line 14) and loads none: after a preemption it begins at "
-        "its first step again"
+        "train.py saves its checkpoints (line 14) and loads none at its start: after a preemption "
+        "it begins at its first step again"
     )
 
 
@@ -81,9 +81,80 @@ def test_a_flag_without_a_value_is_added_alone():
 
 
 @pytest.mark.parametrize(
+    "load",
+    [
+        # two options, neither given (makemore)
+        "if args.resume or args.auto:\n    torch.load('x')\n",
+        # a test that says nothing of the option inside one that does (torch's imagenet example)
+        "args.gpu = None\nif args.resume:\n    if args.gpu is None:\n    " + LOAD,
+        f"if args.resume != '':\n{LOAD}",
+        f"if args.resume is not None and len(args.resume) > 0:\n{LOAD}",
+        f"if not args.resume:\n    pass\nelse:\n{LOAD}",
+        f"resume = args.resume\nif resume:\n{LOAD}",
+        f"if os.path.isfile(args.resume):\n{LOAD}",
+        f"if None not in [args.weights, args.resume]:\n{LOAD}",
+        f"def back(resume):\n    if not resume:\n        return\n{LOAD}back(args.resume)\n",
+        # what resumes, else weights to start from (ssd.pytorch)
+        f"if args.resume:\n{LOAD}else:\n    torch.load('base.pt')\n",
+        # a library's method with the name of the function that calls it (DeepSpeed's BERT)
+        "def load_model(m):\n    m.net.load_model('x')\nif args.resume:\n    load_model(model)\n",
+        # data, a copy of a model, published weights
+        f"corpus = torch.load('c.pt')\nif args.resume:\n{LOAD}",
+        f"ema.load_state_dict(model.state_dict())\nif args.resume:\n{LOAD}",
+        f"model.load_state_dict_from_url(URL)\nif args.resume:\n{LOAD}",
+        # a parameter that the loop sets anew where it saves (tacotron2)
+        (
+            "def train(resume):\n    if resume:\n        torch.load(resume)\n"
+            "    for epoch in range(2):\n        resume = 'out'\ntrain(args.weights)\n"
+            f"if args.resume:\n{LOAD}"
+        ),
+    ],
+)
+def test_a_load_that_the_command_line_leaves_out_is_none(load):
+    told = note(load + SAVES)
+
+    assert told is not None
+    assert "only with --resume, which is not given" in told
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "torch.load('checkpoints/last.pt')\n",
+        "def best():\n    return torch.load('checkpoints/last.pt')\nbest()\n",
+    ],
+)
+def test_a_load_after_the_loop_is_none_at_the_start(load):
+    assert "loads none at its start" in note(SAVES + load)
+    assert note(load + SAVES) is None
+
+
+def test_a_function_that_saves_is_followed_to_its_loop():
+    body = (
+        LOOP.replace("\n", "\n    ").replace("\n    for", "\ndef train():\n    for", 1) % "'x.pt'"
+    )
+
+    assert "loads none at its start" in note(f"{body}\ntrain()\ntorch.load('x.pt')\n")
+    assert note(f"{body}\ntorch.load('x.pt')\ntrain()\n") is None
+
+
+@pytest.mark.parametrize(
+    "load",
+    ["if args.weights:\n    torch.load(args.weights)\n", "if args.auto:\n    torch.load('x')\n"],
+)
+def test_an_option_that_may_be_something_else_is_named_and_not_advised(load):
+    told = note(load + SAVES)
+
+    assert "loads one only with --" in told
+    assert "--resume-args" not in told
+
+
+@pytest.mark.parametrize(
     ("where", "pattern"),
     [
         ('os.path.join(args.out, "last.pt")', "checkpoints/last.pt"),
+        ('"out/%s-%03d.pt" % (args.out, epoch)', "out/*-*.pt"),
+        ('"out/{}-{:d}.pt".format(name, epoch)', "out/*-*.pt"),
         ('f"{args.out}/epoch-{epoch}.pt"', "checkpoints/epoch-*.pt"),
         ('Path(args.out) / "last.ckpt"', "checkpoints/last.ckpt"),
         ("PLACE", "out/model.pt"),
@@ -115,10 +186,14 @@ def test_the_pattern_follows_the_command_line():
         "newest = sorted(Path('.').glob('*.pt'))\nif newest:\n    torch.load(newest[-1])\n" + SAVES,
         f"if args.resume or os.path.exists('x'):\n{LOAD}{SAVES}",
         "torch.load('checkpoints/last.pt')\n" + SAVES,
+        "if not args.auto:\n    torch.load('x')\n" + SAVES,  # nerf-pytorch's --no_reload
+        f"args.resume = newest()\nif args.resume:\n{LOAD}{SAVES}",
+        f"parser.set_defaults(resume='x')\nif args.resume:\n{LOAD}{SAVES}",
+        f"def back():\n{LOAD}if args.resume:\n    back()\nback()\n{SAVES}",
+        f"{SAVES}for epoch in range(3):\n    pass\ndef main():\n{LOAD}",
         "utils.auto_load_model(args=args, model=model)\n" + SAVES,
         "utils.restart_from_checkpoint('x', model=model)\n" + SAVES,
         "trainer.train(resume_from_checkpoint=True)\n" + SAVES,
-        "if args.weights:\n    torch.load(args.weights)\n" + SAVES,
         'torch.save(model.state_dict(), "result.pt")\n',
         "def main():\n    torch.save(model.state_dict(), 'result.pt')\nmain()\n",
         "import hpctrain\nrun = hpctrain.init()\n" + SAVES,
