@@ -69,6 +69,7 @@ class AskedOption:
     dest: str  # of the parsed arguments
     is_flag: bool  # it takes no value
     default: object  # its value where it is not given; _UNKNOWN where that is not plain
+    spellings: tuple[str, ...]  # all names, as one types them
 
     @property
     def goes_on(self) -> bool:
@@ -243,7 +244,9 @@ class _Program:
             default = stores == "store_false"
         if "required" in given or "default_factory" in given:
             default = _UNKNOWN
-        self.options[name_of_value] = AskedOption(name, name_of_value, is_flag, default)
+        self.options[name_of_value] = AskedOption(
+            name, name_of_value, is_flag, default, tuple(long)
+        )
 
     def left_out_by(
         self, node: ast.expr, saves: Sequence[ast.Call], depth: int = 0
@@ -372,7 +375,9 @@ class _Program:
         if ast.unparse(node.value).rpartition(".")[2] not in self._arguments:
             return None
         if node.attr in _USUAL_OPTIONS and node.attr not in self.options:
-            return AskedOption(f"--{node.attr}", node.attr, is_flag=False, default=None)
+            name = f"--{node.attr}"
+            both = (name, name.replace("_", "-"))
+            return AskedOption(name, node.attr, is_flag=False, default=None, spellings=both)
         return self.options.get(node.attr)
 
     def _options_in(self, test: ast.AST) -> list[AskedOption]:
@@ -434,7 +439,7 @@ class _Program:
         return True
 
     def _is_given(self, option: AskedOption) -> bool:
-        return any(word == option.name or word.startswith(f"{option.name}=") for word in self.args)
+        return any(word.partition("=")[0] in option.spellings for word in self.args)
 
     def path(self, call: ast.Call) -> str | None:
         """Return the pattern of the path that a save writes to; None where it is not plain."""
@@ -487,9 +492,10 @@ class _Program:
     def _text_of(self, option: AskedOption) -> str:
         """Return what an option has on the command line, else its default, else a wildcard."""
         for number, word in enumerate(self.args):
-            if word.startswith(f"{option.name}="):
-                return word.partition("=")[2]
-            if word == option.name and number + 1 < len(self.args):
+            name, is_joined, value = word.partition("=")
+            if name in option.spellings and is_joined:
+                return value
+            if name in option.spellings and number + 1 < len(self.args):
                 return self.args[number + 1]
         return option.default if isinstance(option.default, str) and option.default else "*"
 

@@ -14,8 +14,8 @@ HEAD = """
 import argparse, os, torch, utils
 from pathlib import Path
 parser = argparse.ArgumentParser()
-parser.add_argument("--resume", default="", type=str)
-parser.add_argument("--out", default="checkpoints")
+parser.add_argument("-r", "--resume", default="", type=str)
+parser.add_argument("--out", "-o", default="checkpoints")
 parser.add_argument("--auto", action="store_true")
 parser.add_argument("--weights", default=None)
 args = parser.parse_args()
@@ -171,10 +171,13 @@ def test_the_pattern_is_where_it_saves(where, pattern):
     assert ("(PATH: where it saves)" in told) is (pattern == "PATH")
 
 
-def test_the_pattern_follows_the_command_line():
+@pytest.mark.parametrize(
+    "out", [["--out", "/scratch/mine"], ["-o", "/scratch/mine"], ["-o=/scratch/mine"]]
+)
+def test_the_pattern_follows_the_command_line(out):
     load = "if args.resume:\n    torch.load(args.resume)\n"
 
-    told = note(load + LOOP % 'os.path.join(args.out, "last.pt")', "--out", "/scratch/mine")
+    told = note(load + LOOP % 'os.path.join(args.out, "last.pt")', *out)
 
     assert "--checkpoint /scratch/mine/last.pt" in told
 
@@ -207,6 +210,6 @@ def test_no_word_on_others(body):
     assert note(body) is None
 
 
-@pytest.mark.parametrize("args", [["--resume", "last.pt"], ["--resume=last.pt"]])
+@pytest.mark.parametrize("args", [["--resume", "last.pt"], ["--resume=last.pt"], ["-r", "last.pt"]])
 def test_no_word_where_it_is_told(args):
     assert note("if args.resume:\n    torch.load(args.resume)\n" + SAVES, *args) is None
