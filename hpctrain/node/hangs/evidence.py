@@ -142,18 +142,26 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
     )
 
 
-def frames_of(text: str) -> tuple[Frame, ...] | None:
-    """The main thread's frames, innermost first, of what faulthandler has written last.
+def threads_of(text: str) -> list[tuple[bool, tuple[Frame, ...]]]:
+    """Of each thread that faulthandler has written: whether it was running, and its frames.
 
-    None where there is nothing whole. faulthandler writes the main thread last of each time.
+    Innermost frames come first. faulthandler writes the main thread last of each time.
     """
-    threads = [part for part in _THREAD.split(text) if _THREAD.match(part)]
-    if not threads:
-        return None
-    frames = _FRAME.findall(threads[-1])
-    return tuple(
-        Frame(path, int(line) if line.isdigit() else 0, function) for path, line, function in frames
-    )
+    threads = []
+    for part in _THREAD.split(text):
+        if _THREAD.match(part):
+            rows = _FRAME.findall(part)
+            frames = tuple(
+                Frame(path, int(n) if n.isdigit() else 0, name) for path, n, name in rows
+            )
+            threads.append((part.startswith("Current"), frames))
+    return threads
+
+
+def frames_of(text: str) -> tuple[Frame, ...] | None:
+    """The main thread's frames of what faulthandler has written last; None for nothing whole."""
+    threads = threads_of(text)
+    return threads[-1][1] if threads else None
 
 
 def process_state(stat: str) -> str:
