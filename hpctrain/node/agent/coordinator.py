@@ -92,12 +92,12 @@ class RoundCoordinator(RoundPart):
         """Tell all agents, once, that their ranks should leave."""
         if self._is_stop_sent:
             return
-        if (cause := self._hooks.notice(self._rank_0_listens)) is not None:
+        first = self._round.ranks.processes[:1]
+        if (
+            cause := self._hooks.notice(lambda: any(listens(one.pid) for one in first))
+        ) is not None:
             self._is_stop_sent = True
             self._round.publish({STOP: cause})
-
-    def _rank_0_listens(self) -> bool:
-        return any(listens(process.pid) for process in self._round.ranks.processes[:1])
 
     def _watch_hangs(self) -> None:
         """Ranks that hang have failed. A stop that was asked for has a clock of its own."""

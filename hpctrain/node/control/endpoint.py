@@ -215,7 +215,8 @@ class ChildrenListener(NodeListener):
         self._turn()
 
     def _accept(self, node: int, proof: bytes, codes: Codes, connection: socket.socket) -> None:
-        child = Endpoint(_unheard, _unended, partial(self._greet, node, proof, codes))
+        # Before `on_child` listens nothing can come: it does so as soon as there is a connection.
+        child = Endpoint(_ignore, _ignore, partial(self._greet, node, proof, codes))
         loop = asyncio.get_running_loop()
         coming = loop.create_task(loop.connect_accepted_socket(lambda: child, connection))
         self._coming.add(coming)
@@ -235,13 +236,8 @@ def _refuse(refusal: bytes, connection: socket.socket) -> None:
         connection.send(refusal)
 
 
-def _unheard(_: Endpoint, message: bytes) -> None:
-    """Before `on_child` listens nothing can come: it does so as soon as there is a connection."""
-    del message
-
-
-def _unended(_: Endpoint, why: str) -> None:
-    del why
+def _ignore(_: Endpoint, what: object) -> None:
+    del what
 
 
 async def meet_parent(address: str, port: int, greeting: Greeting, node: int) -> Endpoint:
