@@ -171,13 +171,13 @@ def die_with_parent(parent_pid: int) -> None:
 
 def processes() -> dict[int, list[str]]:
     """What the kernel says of each process, by its id: `/proc/PID/stat` from its state on."""
-    found = {}
+    stats = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
                 stat = (entry / "stat").read_text(errors="replace")
-                found[int(entry.name)] = stat.rpartition(")")[2].split()
-    return found
+                stats[int(entry.name)] = stat.rpartition(")")[2].split()
+    return stats
 
 
 def below(root: int, parents: Mapping[int, int], spare: Collection[int] = ()) -> set[int]:
@@ -186,12 +186,12 @@ def below(root: int, parents: Mapping[int, int], spare: Collection[int] = ()) ->
     for pid, parent in parents.items():
         if pid not in spare:
             children[parent].append(pid)
-    found, queue = set[int](), [root]
+    tree, queue = set[int](), [root]
     while queue:
         pids = children.pop(queue.pop(), [])
-        found.update(pids)
+        tree.update(pids)
         queue += pids
-    return found
+    return tree
 
 
 def signal_masks(pid: int) -> tuple[set[int], set[int]]:

@@ -118,7 +118,7 @@ class NodeHangs(RoundPart):
         ranks: list[tuple[int, RankEvidence]] = []
         for worker, process in self._round.ranks.pairs():
             rank, seen = worker.global_rank, where.get(worker.global_rank)
-            known = RankEvidence(
+            evidence = RankEvidence(
                 rank,
                 self._round.node,
                 "",
@@ -128,7 +128,7 @@ class NodeHangs(RoundPart):
                 has_returned=self._round.ranks.has_returned(worker, process),
             )
             # The process that runs the program may be below the one that was started.
-            ranks.append(((seen and seen.process) or process.pid, known))
+            ranks.append(((seen and seen.process) or process.pid, evidence))
         stands = self._standing.look(heartbeats) if self._standing is not None else []
         used = uses([pid for pid, one in ranks if not one.has_returned])
         said = {

@@ -104,8 +104,7 @@ def _run_generation(
         _send_home(liveness_of(spec, context, shared), why)
         return RunAlive.exit_code
     # From the liveness process on, the others may take this node for lost, and see to the job.
-    newest = read_fence(run)
-    follows = (newest.number if newest else 0) if generation is None else generation.follows
+    follows = _newest_attempt(run) if generation is None else generation.follows
     environment = _environment(run, spec, context)
     secret = shared if generation is None else generation.secret(shared)
     liveness = liveness_of(spec, context, secret)
@@ -411,6 +410,12 @@ def _take_attempt(
     patiently(partial(run.attempt(attempt.number).mkdir, parents=True, exist_ok=True))
     patiently(ending.write_missed)
     return attempt
+
+
+def _newest_attempt(run: RunDir) -> int:
+    """Return its number, 0 for none."""
+    newest = read_fence(run)
+    return 0 if newest is None else newest.number
 
 
 def _peer_fields(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:
