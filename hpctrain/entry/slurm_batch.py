@@ -97,11 +97,11 @@ def _after(root: str, token: str, rc: str, term: str, why: str = "") -> int:
 def _before(root: str) -> int:
     if many := one_of_many(os.environ):
         raise UsageError(many)
-    if _is_held_back(root):
+    spec = _raw_spec(root)
+    if _is_held_back(root, spec):
         from hpctrain.ledger.plan.decide import EXIT_STOPPED
 
         return EXIT_STOPPED
-    spec = _raw_spec(root)
     for name, value in exports(os.environ, _meeting_point(spec)).items():
         print(f"export {name}={shlex.quote(value)}")
     print(f"hpctrain_evaluate={_evaluates(spec)}")
@@ -205,22 +205,21 @@ def _first_node(nodes: Sequence[str]) -> dict[str, str]:
     return {HPCTRAIN_MASTER_ADDR: _address(nodes[0])} if nodes else {}
 
 
-def _is_held_back(root: str) -> bool:
+def _is_held_back(root: str, spec: dict[str, Any]) -> bool:
     """Whether a run that must be done before this one is not; its ledger and the log say which.
 
     Raises:
         HpctrainError: a ledger cannot be read now; the end of the script sees to that.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if after := json.loads((Path(root) / "spec.json").read_text())["after"]:
-            from hpctrain.ledger.run.layout import RunDir
-            from hpctrain.node.agent.batch_side import held_back
+    if not (after := spec.get("after")):
+        return False
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.node.agent.batch_side import held_back
 
-            try:
-                return bool(held_back(RunDir(Path(root)), after, own_job_id(os.environ)))
-            except OSError as error:
-                raise HpctrainError(f"a run that is to be done first: {error}") from None
-    return False
+    try:
+        return bool(held_back(RunDir(Path(root)), after, own_job_id(os.environ)))
+    except OSError as error:
+        raise HpctrainError(f"a run that is to be done first: {error}") from None
 
 
 def _raw_spec(root: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hpctrain.node.agent import control, rendezvous
+from hpctrain.node.agent import rendezvous
 from hpctrain.node.control import node_process
 from hpctrain.node.hangs.standing import HangLimits
 from tests.support import node_processes
@@ -53,9 +53,7 @@ if not again:
 
 @pytest.fixture
 def agents(tmp_path, monkeypatch):
-    for module in (node_process, control):
-        monkeypatch.setattr(module, "BEGIN_S", 2.0)
-    monkeypatch.setattr(rendezvous, "SERVE_S", 2.0)
+    monkeypatch.setattr(node_process, "BEGIN_S", 2.0)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)
     agents = Agents(tmp_path, ranks=1)
     yield agents

@@ -454,7 +454,7 @@ def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
 )
 def test_a_stop_that_is_under_way_is_not_held_up_by_copies(kill, cause, why):
     agent = object.__new__(InPlaceAgent)
-    deadline = SimpleNamespace(look=lambda: SimpleNamespace(kill=kill), cause=cause)
+    deadline = SimpleNamespace(look=lambda: "late" if kill else "", cause=cause)
     place = agent._meeting_place = SimpleNamespace(losses=list)
     agent._side = LeadSide(SimpleNamespace(deadline=deadline), place, NO_LOOKS, 0.0)
 

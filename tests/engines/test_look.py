@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from hpctrain.node.hangs.look import RankProcess, look
+from hpctrain.node.hangs.evidence import RankEvidence
+from hpctrain.node.hangs.look import look
 from hpctrain.node.hangs.verdict import verdict
 from tests.support.hang_scenes import BAD, RANKS, SCENES, Scene
 from tests.support.ports import free_port
@@ -52,7 +53,7 @@ def test_ranks_that_only_take_long_go_on_after_a_look():
 
 def test_a_process_that_has_set_up_nothing_is_not_killed_by_a_look(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
-        (evidence,) = look(tmp_path, "n1", [RankProcess(0, program.pid)])
+        (evidence,) = look(tmp_path, [(program.pid, RankEvidence(0, "n1", ""))])
         assert evidence.process in {"R", "S", "D"}
         assert (evidence.recorded, evidence.frames, evidence.groups) == (None, None, {})
         program.communicate(b"\n")
@@ -63,5 +64,6 @@ def test_a_process_that_is_gone_is_said_to_be_gone(tmp_path):
     program = subprocess.Popen([sys.executable, "-c", ""])
     program.wait()
 
-    (evidence,) = look(tmp_path, "n1", [RankProcess(3, program.pid, step=7, phase="data")])
+    known = RankEvidence(3, "n1", "", step=7, phase="data")
+    (evidence,) = look(tmp_path, [(program.pid, known)])
     assert (evidence.rank, evidence.process, evidence.step, evidence.phase) == (3, "", 7, "data")

@@ -101,9 +101,16 @@ def test_where_the_process_was_killed_another_one_serves_the_next_store(store):
 
 
 def test_one_that_is_killed_again_and_again_is_told_in_a_line(store, monkeypatch):
-    monkeypatch.setattr(store, "_has_served", lambda *_: False)
+    fork = store._fork
 
-    with pytest.raises(ClusterError, match="the process that serves them is gone"):
+    def fork_in_vain():
+        fork()
+        os.kill(store.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(store, "_fork", fork_in_vain)
+    os.kill(store.pid, signal.SIGKILL)
+
+    with pytest.raises(ClusterError, match="the process that serves the agents' stores: "):
         store.serve("127.0.0.1", free_port())
 
 

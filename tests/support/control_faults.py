@@ -468,7 +468,7 @@ class _AgentSide:
         return 0
 
     def do_fail(self, why: str) -> int:
-        self.node.fail(why)
+        self.node.ask({"fail": why})
         return 0
 
     def do_ranks(self, _argument: None) -> dict[int, int]:

@@ -19,14 +19,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.node.hangs.look import RankProcess, look
+from hpctrain.node.hangs.evidence import RankEvidence
+from hpctrain.node.hangs.look import look
 from tests.support import patience
 from tests.support.gloo import preload
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from hpctrain.node.hangs.evidence import RankEvidence
 
 RANKS, BAD, STEP = 8, 5, 3
 PTRACE_ATTACH = 16
@@ -131,13 +130,14 @@ class Scene:
 
     def evidence(self) -> list[RankEvidence]:
         """What a look finds."""
-        processes = [
-            RankProcess(
-                rank, process.pid or 0, self._steps[rank], has_returned=bool(self._returned[rank])
+        known = [
+            RankEvidence(rank, "n1", "", step=step, has_returned=bool(has_returned))
+            for rank, (step, has_returned) in enumerate(
+                zip(self._steps, self._returned, strict=True)
             )
-            for rank, process in enumerate(self.ranks)
         ]
-        return look(self.folder, "n1", processes)
+        pids = [process.pid or 0 for process in self.ranks]
+        return look(self.folder, list(zip(pids, known, strict=True)))
 
     def wait_until_still(self, still_s: float = 1.0) -> None:
         """Until no rank has begun a step for so long."""

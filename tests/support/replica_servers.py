@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
-from hpctrain.node.agent.control import ReplicaServerProcess
+from hpctrain.node.agent.control import NodeMemory
 from hpctrain.node.control.node_server import TreePlace
 from hpctrain.node.memory.copy_plan import CopyPlan, part_facts
 from hpctrain.node.memory.replica_client import ReplicaClient
@@ -119,13 +119,13 @@ async def _all_ended() -> None:
 class ReplicaServerProcesses(ReplicaServers):
     """The same, each in a process of its own, which can be killed."""
 
-    def _make(self) -> ReplicaServerProcess:
-        return ReplicaServerProcess()
+    def _make(self) -> NodeMemory:
+        return NodeMemory("secret")
 
-    def _do(self, replica_server: ReplicaServerProcess, order: dict[str, Any]) -> int:
+    def _do(self, replica_server: NodeMemory, order: dict[str, Any]) -> int:
         return replica_server.ask(order)
 
-    def _end(self, replica_server: ReplicaServerProcess) -> None:
+    def _end(self, replica_server: NodeMemory) -> None:
         replica_server.stop()
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 import zlib
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
     from typing import NoReturn, Protocol, Self
 
     class HasFileno(Protocol):
@@ -166,6 +167,43 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
+
+
+def processes() -> dict[int, list[str]]:
+    """What the kernel says of each process, by its id: `/proc/PID/stat` from its state on."""
+    stats = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
+                stat = (entry / "stat").read_text(errors="replace")
+                stats[int(entry.name)] = stat.rpartition(")")[2].split()
+    return stats
+
+
+def below(root: int, parents: Mapping[int, int], spare: Collection[int] = ()) -> set[int]:
+    """Return all processes below one, without those to spare and what is below them."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for pid, parent in parents.items():
+        if pid not in spare:
+            children[parent].append(pid)
+    tree, queue = set[int](), [root]
+    while queue:
+        pids = children.pop(queue.pop(), [])
+        tree.update(pids)
+        queue += pids
+    return tree
+
+
+def signal_masks(pid: int) -> tuple[set[int], set[int]]:
+    """The signals that a process blocks and those that it catches; none of one that is gone."""
+    masks: dict[str, set[int]] = {"SigBlk": set(), "SigCgt": set()}
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name in masks:
+                mask = int(value, 16)
+                masks[name] = {bit + 1 for bit in range(mask.bit_length()) if mask >> bit & 1}
+    return masks["SigBlk"], masks["SigCgt"]
 
 
 def show_as(name: str) -> None:

@@ -11,7 +11,6 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
@@ -23,7 +22,7 @@ from hpctrain.core.base.secret import code
 from hpctrain.errors import ControlLost
 from hpctrain.node.agent.rounds import RoundPart
 from hpctrain.node.control.collectives import parent_of
-from hpctrain.node.control.node_process import BEGIN_S, ForkedServer, NodeProcess, ServerSilent
+from hpctrain.node.control.node_process import ForkedServer, NodeProcess
 from hpctrain.node.memory.replica_client import ReplicaClient, ReplicaServerLost
 
 if TYPE_CHECKING:
@@ -98,28 +97,16 @@ class NodeControl(RoundPart):
         Raises:
             ControlLost: there is no room or no port for it.
         """
-        address, shown = addresses(self._master_addr, place.node)
-        begin = {"secret": self._secret, "about": key("control"), "address": address}
-        if self.failure() is not None:
-            self._renew()
+        where = addresses(self._master_addr, place.node)
         self._place, self._failure = place, None
-        try:
-            port = self._process.begin(place, **begin)
-        except ServerSilent as error:
-            log.warning("%s; another one takes its place", error)
-            self._renew()
-            port = self._process.begin(place, **begin)
+        port = self._process.begin(
+            place, secret=self._secret, about=key("control"), address=where[0]
+        )
         if port:
-            store.set(key(f"control/{place.node}"), [shown, port])
+            store.set(key(f"control/{place.node}"), [where[1], port])
         if self._memory is not None:
-            self._memory.begin(
-                place, self._process.folder, store, key, (address, shown), peers=peers
-            )
+            self._memory.begin(place, self._process.folder, store, key, where, peers=peers)
         os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)
-
-    def _renew(self) -> None:
-        self._process.stop()
-        self._process = NodeProcess()
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
         """Connect to the node above before the ranks start.
@@ -133,7 +120,7 @@ class NodeControl(RoundPart):
             address, port = store.wait(key(f"control/{parent}"), timeout_s)
             self._process.join(address, port)
         if self._memory is not None:
-            self._memory.join(store, key, timeout_s)
+            self._memory.meet(store, key, timeout_s)
 
     def memory_line(self, attempt: int) -> ReplicaClient | None:
         """Connect to this node's replica server after the ranks; None if there is none."""
@@ -191,7 +178,7 @@ def _own_address(master_addr: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class NodeMemory:
+class NodeMemory(ForkedServer):
     """This node's replica server, round after round; its memory lives as long as the agent.
 
     Attributes:
@@ -204,15 +191,10 @@ class NodeMemory:
         `handed_over` comes from the agent whose place this one takes, with its copies; "" for
         nothing.
         """
-        self.to_peer = to_peer
-        self._secret = secret
-        self._process = ReplicaServerProcess(handed_over)
-        self._place: TreePlace | None = None
-
-    @property
-    def pid(self) -> int:
-        """Of the process; 0 once it has ended."""
-        return self._process.pid
+        what = "the process that keeps copies of the state"
+        super().__init__(_serve_copies, what, handed_over, loses=", and copies in memory are lost")
+        self.to_peer, self._secret = to_peer, secret
+        self._node = 0
 
     def begin(
         self,
@@ -229,102 +211,36 @@ class NodeMemory:
         `addresses`: where the process listens, and how other nodes reach that. `peers`: see
         `NodeControl.begin`.
         """
-        self._place, port = place, 0
-        begin = partial(
-            self._begin,
-            place,
-            folder=folder,
-            about=key("memory"),
-            address=addresses[0],
-            shown=addresses[1] if self.to_peer else "",
-            peers=peers,
-        )
+        self._node, port = place.node, 0
+        order: dict[str, Any] = {
+            "folder": str(folder),
+            "place": asdict(place),
+            "secret": self._secret,
+        }
+        order |= {"about": key("memory"), "address": addresses[0], "peers": list(peers)}
+        order |= {"shown": addresses[1] if self.to_peer else ""}
         try:
-            if self._process.end():
-                self._renew(f"their process {self._process.end()}")
-            try:
-                port = begin()
-            except ServerSilent as error:
-                self._renew(str(error))
-                port = begin()
+            port = self.ask_anew(lambda: {"begin": order})
         except ControlLost as error:
             log.warning("no copies in memory on %s: %s", place.name, error)
         if place.node == 0:
             store.set(key("memory"), [addresses[1], port])
 
-    def _begin(self, place: TreePlace, **round_: Any) -> int:
-        return self._process.begin(place, secret=self._secret, **round_)
-
-    def _renew(self, why: str) -> None:
-        log.warning("copies in memory are lost: %s", why)
-        self._process.stop()
-        self._process = ReplicaServerProcess()
-
-    def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
+    def meet(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
         """Connect to the replica server of node 0 before the ranks start.
 
         Raises:
             TimeoutError: node 0's agent has not published its address within `timeout_s`.
         """
-        if self._place is None or self._place.node == 0:
+        if self._node == 0:
             return
         address, port = store.wait(key("memory"), timeout_s)
         if not port:
             return  # nothing is settled then, and no copy is asked for
         try:
-            self._process.join(address, port)
+            self.join(address, port)
         except ControlLost as error:
             log.warning("no copies in memory: %s", error)
-
-    def hand_over(self) -> str:
-        """Leave the process and its copies to the program that takes this one's place."""
-        return self._process.hand_over()
-
-    def stop(self) -> None:
-        """End the process. Harmless when repeated."""
-        self._process.stop()
-
-
-class ReplicaServerProcess(ForkedServer):
-    """The agent's side: tells the replica server of each round."""
-
-    def __init__(self, handed_over: str = "") -> None:
-        """Fork it, with nothing kept, or take over one that is there; see `ForkedServer`."""
-        super().__init__(_serve_copies, "the process that keeps copies of the state", handed_over)
-
-    def begin(
-        self,
-        place: TreePlace,
-        *,
-        folder: Path,
-        secret: str,
-        about: str,
-        address: str,
-        shown: str = "",
-        peers: Sequence[int] = (),
-    ) -> int:
-        """Serve a new round of ranks, end the one before; return node 0's port for others, else 0.
-
-        All nodes give the same `secret`, the attempt's, and the same `about`, which names the
-        round. Only the user can enter `folder`. Other nodes' replica servers are awaited at
-        `address`; they reach it as `shown`, "" if no copies continue to another node. On node 0,
-        `peers` gives by place the node that has each one's copies; () for the next one.
-
-        Raises:
-            ServerSilent: the process does not answer, or is gone.
-            ControlLost: it cannot be served.
-        """
-        order: dict[str, Any] = {"folder": str(folder), "place": asdict(place), "secret": secret}
-        order |= {"about": about, "address": address, "shown": shown, "peers": list(peers)}
-        return self.ask({"begin": order}, BEGIN_S)
-
-    def join(self, address: str, port: int) -> None:
-        """Have it go to the replica server of node 0; not on node 0.
-
-        Raises:
-            ControlLost: that replica server cannot be reached, is another, or the process is gone.
-        """
-        self.ask({"join": [address, port]})
 
 
 def _serve_copies() -> Callable[[dict[str, Any]], Awaitable[int]]:

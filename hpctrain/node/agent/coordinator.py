@@ -75,7 +75,7 @@ class RoundCoordinator(RoundPart):
             return end
         reports, deadline = self._reports, self._hooks.deadline
         reports.gather()
-        decision = deadline.look()  # before a failure is judged: a signal may be its cause
+        why_kill = deadline.look()  # before a failure is judged: a signal may be its cause
         self._look_for_stop()
         if len(reports.nodes) == self._round.nodes and not reports.failures:
             return RoundEnd("left")
@@ -84,20 +84,20 @@ class RoundCoordinator(RoundPart):
             end = self._after_failure(reports.first_failure_at)
         elif self._end_wait_s and deadline.cause is None:
             end = reports.judge_silence(self._hooks)
-        if end is None and decision.kill:
-            end = RoundEnd("killed", why=decision.why)
+        if end is None and why_kill:
+            end = RoundEnd("killed", why=why_kill)
         return end
 
     def _look_for_stop(self) -> None:
         """Tell all agents, once, that their ranks should leave."""
         if self._is_stop_sent:
             return
-        if (cause := self._hooks.notice(self._rank_0_listens)) is not None:
+        first = self._round.ranks.processes[:1]
+        if (
+            cause := self._hooks.notice(lambda: any(listens(one.pid) for one in first))
+        ) is not None:
             self._is_stop_sent = True
             self._round.publish({STOP: cause})
-
-    def _rank_0_listens(self) -> bool:
-        return any(listens(process.pid) for process in self._round.ranks.processes[:1])
 
     def _watch_hangs(self) -> None:
         """Ranks that hang have failed. A stop that was asked for has a clock of its own."""
@@ -253,7 +253,7 @@ class LeadSide(FollowerSide):
 
     def _why_leave(self) -> str:
         """Why ranks should not be started any more; "" while nothing says so."""
-        is_late = self._hooks.deadline.look().kill
+        is_late = self._hooks.deadline.look()
         cause = self._hooks.notice(lambda: False)
         if cause is None and not is_late:
             return ""
@@ -287,7 +287,7 @@ class LeadSide(FollowerSide):
     def is_job_to_end(self) -> bool:
         """See `FollowerSide`."""
         deadline = self._hooks.deadline
-        return deadline.look().kill or deadline.cause is not None
+        return bool(deadline.look()) or deadline.cause is not None
 
     def record(self, fact: LedgerFact) -> None:
         """See `FollowerSide`."""

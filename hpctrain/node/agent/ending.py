@@ -182,8 +182,11 @@ class AttemptEnding:
         """Whether the job continues or has ended without us: a dead node's agent may live on."""
         if not self._is_current(attempt):
             return True
-        if (facts := self._ask()) is None:
-            return False  # nobody can tell; where a successor begins, the fence stops us
+        facts = self._ask()  # None: nobody can tell; where a successor begins, the fence stops us
+        return facts is not None and self._is_gone(facts)
+
+    def _is_gone(self, facts: JobFacts) -> bool:
+        """Whether the job runs again without this start, or not at all."""
         own = self._context.restarts
         return is_requeued(facts, own) or is_cancelled(facts, own)
 

@@ -22,10 +22,10 @@ from hpctrain.node.agent.slow_watch import JobStragglers, NodeMoments
 from hpctrain.node.control import heartbeat
 from hpctrain.node.control.board import BOARD, Board, read_counts
 from hpctrain.node.hangs import stacks
-from hpctrain.node.hangs.evidence import evidence_of, plain_of, plain_stand, stand_of
-from hpctrain.node.hangs.look import RankProcess, look
+from hpctrain.node.hangs.evidence import RankEvidence, evidence_of, plain_of, plain_stand, stand_of
+from hpctrain.node.hangs.look import look
 from hpctrain.node.hangs.outliers import CountsByTick, JobCounts
-from hpctrain.node.hangs.standing import RankHeartbeat, Standing, in_words
+from hpctrain.node.hangs.standing import Standing, in_words
 from hpctrain.node.hangs.verdict import JobLook, Suspicion, Used
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.node.agent.rounds import AgentRound, RoundHooks
+    from hpctrain.node.control.heartbeat import HeartbeatSeen
     from hpctrain.node.hangs.standing import HangLimits
 
 log = logging.getLogger("hpctrain.agent")
@@ -114,54 +115,32 @@ class NodeHangs(RoundPart):
     def _look(self, number: int) -> None:
         heartbeats = self._heartbeats()
         where = {seen.rank: seen for seen in heartbeats}
-        processes = self._processes()
-        ranks = self._round.ranks
-        seen_ranks = [
-            _seen(
-                worker.global_rank,
-                processes.get(worker.global_rank) or process.pid,
-                where.get(worker.global_rank),
-                has_returned=ranks.has_returned(worker, process),
+        ranks: list[tuple[int, RankEvidence]] = []
+        for worker, process in self._round.ranks.pairs():
+            rank, seen = worker.global_rank, where.get(worker.global_rank)
+            evidence = RankEvidence(
+                rank,
+                self._round.node,
+                "",
+                # Without its heartbeat, where it is stays unknown.
+                step=seen.step if seen is not None and seen.phase else None,
+                phase=seen.phase if seen is not None else "",
+                has_returned=self._round.ranks.has_returned(worker, process),
             )
-            for worker, process in ranks.pairs()
-        ]
+            # The process that runs the program may be below the one that was started.
+            ranks.append(((seen and seen.process) or process.pid, evidence))
         stands = self._standing.look(heartbeats) if self._standing is not None else []
-        used = uses([one.pid for one in seen_ranks if not one.has_returned])
+        used = uses([pid for pid, one in ranks if not one.has_returned])
         said = {
             "number": number,
             "stands": [plain_stand(stand) for stand in stands],
-            "evidence": [plain_of(one) for one in look(self._folder, self._round.node, seen_ranks)],
-            "used": {one.rank: used[one.pid] for one in seen_ranks if one.pid in used},
+            "evidence": [plain_of(one) for one in look(self._folder, ranks)],
+            "used": {one.rank: used[pid] for pid, one in ranks if pid in used},
         }
         self._round.say(f"hangs/{number % 2}", said)  # over what it said of the one before the last
 
-    def _heartbeats(self) -> list[RankHeartbeat]:
-        if self._board is None:
-            return []
-        return [
-            RankHeartbeat(
-                seen.rank,
-                seen.step,
-                heartbeat.phase_name(self._folder, seen.rank, seen.phase),
-                seen.is_first,
-                seen.limit_s,
-                seen.since_ns,
-            )
-            for seen in heartbeat.read(self._board)
-        ]
-
-    def _processes(self) -> dict[int, int]:
-        """The process that runs the program, which may be below the one that was started."""
-        if self._board is None:
-            return {}
-        return {seen.rank: seen.process for seen in heartbeat.read(self._board)}
-
-
-def _seen(rank: int, pid: int, where: RankHeartbeat | None, *, has_returned: bool) -> RankProcess:
-    """What a look needs to know of a rank; without its heartbeat, where it is stays unknown."""
-    if where is None or not where.phase:
-        return RankProcess(rank, pid, has_returned=has_returned)
-    return RankProcess(rank, pid, where.step, where.phase, has_returned)
+    def _heartbeats(self) -> list[HeartbeatSeen]:
+        return heartbeat.read(self._board) if self._board is not None else []
 
 
 class JobHangs:

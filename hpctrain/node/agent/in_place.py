@@ -9,7 +9,6 @@ tests/engines/test_in_place.py and tests/unit/agent/test_members.py hold the pro
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -90,7 +89,7 @@ class InPlaceRendezvous(Rendezvous):
         self._living = {0}
         self._switches = {place.node: switch}
         self._losses: list[Loss] = []
-        self._deaths = RankDeaths()
+        self._deaths: dict[int, float] = {}
         self._out: LeftOut | None = None
 
     @property
@@ -175,7 +174,7 @@ class InPlaceRendezvous(Rendezvous):
         if node not in self.names():
             return False
         number = self.members[self.names().index(node)]
-        again = self._deaths.note(number, clock.monotonic())
+        again = dies_often(self._deaths, number, clock.monotonic())
         # One that is out already, since guards have named it, is not lost twice.
         return again and number in self._living - {0} and self.can_do_without([number])
 
@@ -407,18 +406,10 @@ def choose_members(
     return None
 
 
-class RankDeaths:
-    """How often ranks of a node died lately: one that is broken does it again."""
-
-    def __init__(self) -> None:
-        """None has."""
-        self._at: defaultdict[int, list[float]] = defaultdict(list)
-
-    def note(self, node: int, now: float) -> bool:
-        """Record a rank's death, `now` in monotonic seconds; return whether that is too often."""
-        recent = [at for at in self._at[node] if now - at < OFTEN_S]
-        self._at[node] = [*recent, now]
-        return bool(recent)
+def dies_often(last: dict[int, float], node: int, now: float) -> bool:
+    """Record a rank's death in `last`, in monotonic seconds; return whether that is too often."""
+    before, last[node] = last.get(node), now
+    return before is not None and now - before < OFTEN_S
 
 
 def rendezvous_of(

@@ -26,7 +26,7 @@ from hpctrain.core.base.process import free_port, print_to
 from hpctrain.core.base.records import EndReason, Next
 from hpctrain.core.base.secret import Forged, code, sign, verify
 from hpctrain.errors import ClusterError, Fenced, HpctrainError
-from hpctrain.ledger.plan.decide import decide_end, is_cancelled, is_requeued
+from hpctrain.ledger.plan.decide import decide_end
 from hpctrain.ledger.run import event_types as kinds
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.fence import (
@@ -318,7 +318,7 @@ class LossEnding(AttemptEnding):
         """
         context, scheduler = self._context, self._ask()
         own = context.job_id, context.restarts
-        if scheduler is None or is_requeued(scheduler, own[1]) or is_cancelled(scheduler, own[1]):
+        if scheduler is None or self._is_gone(scheduler):
             return
         began = context.start_time
         if fence is not None and fence.job_id != own[0] and (not began or fence.started > began):
@@ -340,7 +340,6 @@ class LossEnding(AttemptEnding):
 
     def _is_left_alone(self, fence: Attempt, node: str, attempt: int) -> bool:
         """Whether nobody has seen to the job of this start."""
-        own = self._context.job_id, self._context.restarts
         if (attempt and fence.number > attempt) or node in self._lost_nodes():
             log.warning("the job continues without %s", node)
             return False
@@ -350,9 +349,7 @@ class LossEnding(AttemptEnding):
         if end is not None and end.next is Next.ASK_BATCH and end.reason not in FAILURES:
             return False  # the scheduler stops the job, which no attempt here outlives
         scheduler = self._ask()
-        return scheduler is None or not (
-            is_requeued(scheduler, own[1]) or is_cancelled(scheduler, own[1])
-        )
+        return scheduler is None or not self._is_gone(scheduler)
 
     def check_leads(self) -> None:
         """Before an attempt begins: whether another agent leads those that are left by now.

@@ -41,7 +41,7 @@ from hpctrain.node.agent.loss_ending import (
     take_over,
 )
 from hpctrain.node.agent.preload import NodeCheck, preload
-from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
+from hpctrain.node.agent.rounds import NothingToResume, RoundHooks, RoundPart
 from hpctrain.node.control import heartbeat
 from hpctrain.node.hangs import stacks
 from hpctrain.node.hangs.standing import FEWEST_S, HangLimits
@@ -306,7 +306,9 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         settings, cwd = spec.settings.checkpoint, spec.entry.cwd
         return resume_at_start(run, attempt, settings, cwd=cwd, on_bytes=on_bytes)
 
-    def sealing(attempt: Attempt) -> SealWatch:
+    def sealing(attempt: Attempt) -> RoundPart:
+        if not spec.settings.checkpoint.sealed:
+            return RoundPart()
         return SealWatch(
             run,
             attempt,

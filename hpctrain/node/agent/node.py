@@ -171,8 +171,16 @@ class NodeAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         round_ = self._begin_round(worker_group)
-        place, switches = self._tree_place(round_), self._meeting_place.switches()
-        self._control.begin(place, round_.store, round_.key, replica_peers_of(switches))
+        place = TreePlace(
+            node=round_.place,
+            nodes=round_.nodes,
+            first_rank=round_.ranks.first,
+            ranks=len(round_.ranks.workers),
+            ranks_in_all=round_.ranks.in_all,
+            name=self._node,
+        )
+        peers = replica_peers_of(self._meeting_place.switches())
+        self._control.begin(place, round_.store, round_.key, peers)
         attempt = self._begin_attempt(round_)
         round_.directory.mkdir(parents=True, exist_ok=True)
         self._logs_specs = NoRedirect(round_.directory)
@@ -281,16 +289,6 @@ class NodeAgent(LocalElasticAgent):
         )
         return self._round
 
-    def _tree_place(self, round_: AgentRound) -> TreePlace:
-        return TreePlace(
-            node=round_.place,
-            nodes=round_.nodes,
-            first_rank=round_.ranks.first,
-            ranks=len(round_.ranks.workers),
-            ranks_in_all=round_.ranks.in_all,
-            name=self._node,
-        )
-
     def _begin_attempt(self, round_: AgentRound) -> dict[str, Any]:
         self.attempt_number = self._side.begin_attempt(round_) or self.attempt_number
         limit_s = self._meeting_place.timeout.total_seconds()
@@ -327,7 +325,8 @@ class NodeAgent(LocalElasticAgent):
             parts = self._parts(self._round, self._parts_of_ranks(self._round))
             for part in parts:
                 stack.enter_context(part)
-            stack.callback(self._end_ranks, group)
+            stack.callback(self._remove_error_files)
+            stack.callback(self._stop_workers, group)
             return self._watch_round(parts)
 
     def _parts(self, round_: AgentRound, of_ranks: Sequence[RoundPart] = ()) -> list[RoundPart]:
@@ -362,10 +361,6 @@ class NodeAgent(LocalElasticAgent):
                     for each in parts:
                         each.verdict(end)
                     return end
-
-    def _end_ranks(self, group: WorkerGroup) -> None:
-        self._stop_workers(group)
-        self._remove_error_files()
 
     def _remove_error_files(self) -> None:
         """Of torch's multiprocessing, in the node's temporary folder; nobody else removes them."""

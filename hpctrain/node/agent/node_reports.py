@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.process import below, processes
 from hpctrain.core.base.records import HANG, FailureReport
 from hpctrain.core.base.text import count, duration, fold_nodes, fold_ranks
 from hpctrain.ledger.run.event_types import RanksAwaited
 from hpctrain.ledger.run.layout import failure_path
 from hpctrain.node.agent.ranks import collect
 from hpctrain.node.agent.rounds import RoundEnd, RoundPart
+from hpctrain.node.hangs.verdict import COMPUTES, IO_BYTES, Used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,10 +60,6 @@ LONGEST_GAP_S = 10.0
 SAMPLE_S = 5.0
 SAY_S = 30.0
 """After so long a silence of all that are left it is said who is waited for."""
-CPU_SHARE = 0.02
-"""Of one processor: threads that look now and then whether there is something to do use less."""
-IO_BYTES = 64 * 1024
-"""In a sample: so much is read or written by who works, a look at a small file is less."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 AWAIT_ENDS: dict[str, Any] = {"await_ends": True}
@@ -70,13 +67,6 @@ AWAIT_ENDS: dict[str, Any] = {"await_ends": True}
 
 Life = Literal["alive", "quiet", "still"]
 """Of the ranks that are left on a node: some do something; none does; none has for too long."""
-
-
-class Use(NamedTuple):
-    """What a process and all that it has started have used so far."""
-
-    cpu_s: float
-    io_bytes: int
 
 
 @dataclass(frozen=True)
@@ -102,28 +92,16 @@ class NodeEnds:
         return cls(said["node"], returned, left, said["life"])
 
 
-def uses(pids: Collection[int]) -> dict[int, Use]:
+def uses(pids: Collection[int]) -> dict[int, Used]:
     """What these processes have used, each with all that is below it; none for one that is gone."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    own: dict[int, float] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        pid = int(entry.name)
-        children[int(fields[1])].append(pid)
-        own[pid] = sum(map(int, fields[11:15])) / _TICKS_PER_S  # those it has awaited included
+    stats = processes()
+    parents = {pid: int(stat[1]) for pid, stat in stats.items()}
     used = {}
     for pid in pids:
-        tree, queue = set[int](), [pid]
-        while queue:
-            child = queue.pop()
-            tree.add(child)
-            queue += children.get(child, [])
-        used[pid] = Use(sum(own.get(one, 0.0) for one in tree), sum(map(_io_bytes, tree)))
+        tree = {pid} | below(pid, parents)
+        # Those it has awaited included.
+        ticks = sum(sum(map(int, stats[one][11:15])) for one in tree if one in stats)
+        used[pid] = Used(ticks / _TICKS_PER_S, sum(map(_io_bytes, tree)))
     return used
 
 
@@ -144,7 +122,7 @@ class LifeWatch:
         limit_s: float,
         *,
         clock: Callable[[], float] = clock.monotonic,
-        look_at: Callable[[Collection[int]], Mapping[int, Use]] = uses,
+        look_at: Callable[[Collection[int]], Mapping[int, Used]] = uses,
     ) -> None:
         """Watch from now on; ranks without a sign of life for `limit_s` are still."""
         self._limit_s = limit_s
@@ -152,7 +130,7 @@ class LifeWatch:
         self._look_at = look_at
         self._sample_s = min(SAMPLE_S, limit_s / 4)
         self._life_at = self._looked_at = clock()
-        self._used: dict[int, Use] = {}
+        self._used: dict[int, Used] = {}
         self._written: dict[Path, int] = {}
 
     def look(self, pids: Collection[int], logs: Sequence[Path]) -> Life:
@@ -174,12 +152,12 @@ class LifeWatch:
             return "still"
         return "quiet" if quiet_s >= min(SAY_S, self._limit_s / 2) else "alive"
 
-    def _has_worked(self, used: Mapping[int, Use], seconds: float) -> bool:
+    def _has_worked(self, used: Mapping[int, Used], seconds: float) -> bool:
         for pid, now in used.items():
             before = self._used.get(pid)
             if before is None or now.cpu_s < before.cpu_s:  # what it had started has ended
                 return True
-            if now.cpu_s - before.cpu_s > CPU_SHARE * seconds:
+            if now.cpu_s - before.cpu_s > COMPUTES * seconds:
                 return True
             if abs(now.io_bytes - before.io_bytes) > IO_BYTES:
                 return True

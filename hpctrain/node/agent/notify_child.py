@@ -84,21 +84,22 @@ def run_command(news: Notification, command: str, folder: Path, timeout_s: float
     facts = news.as_json()
     named = {f"{HPCTRAIN_NOTIFY}{name.upper()}": _plain(value) for name, value in facts.items()}
     words = shlex.split(command)
-    try:
-        child = subprocess.Popen(
-            words,
-            cwd=folder,
-            env={**os.environ, **named},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return f"{words[0]}: {error.strerror}"
+    with os.fdopen(os.memfd_create("hpctrain-news"), "w+b") as news_file:
+        news_file.write(json.dumps(facts).encode())
+        news_file.seek(0)
+        try:
+            child = subprocess.Popen(
+                words,
+                cwd=folder,
+                env={**os.environ, **named},
+                stdin=news_file,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{words[0]}: {error.strerror}"
     tail = _Tail(child.stderr)
-    writer = threading.Thread(target=_feed, args=(child, json.dumps(facts)), daemon=True)
-    writer.start()
     try:
         code = child.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -107,7 +108,6 @@ def run_command(news: Notification, command: str, folder: Path, timeout_s: float
         with contextlib.suppress(ProcessLookupError):  # what it left behind goes with it
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        writer.join(1.0)
         said = tail.text()
     return "" if code == 0 else f"{words[0]}: exit code {code}{': ' if said else ''}{said}"
 
@@ -158,12 +158,6 @@ def _send(url: str, content: bytes, timeout_s: float) -> str:
         return f"webhook: {reason or type(error.reason).__name__}"
     except Exception as error:  # noqa: BLE001 - its text may hold the URL, so only its kind is logged
         return f"webhook: {type(error).__name__}"
-
-
-def _feed(child: subprocess.Popen[bytes], text: str) -> None:
-    if child.stdin is not None:
-        with contextlib.suppress(OSError), child.stdin as stdin:  # a command need not read it
-            stdin.write(text.encode())
 
 
 class _Tail:

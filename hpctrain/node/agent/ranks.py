@@ -17,7 +17,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import sys
@@ -47,6 +46,7 @@ from hpctrain.node.agent import foreign, signals
 from hpctrain.node.agent.cpus import bind
 from hpctrain.node.agent.environment import as_task
 from hpctrain.node.agent.resume import ResumeArgs, line
+from hpctrain.node.hangs.evidence import threads_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -363,8 +363,6 @@ SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFP
 """What faulthandler tells of."""
 RUNPY = frozenset({"<frozen runpy>", runpy.__file__})
 _BEGIN = "Fatal Python error: "
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]{1,16}\b.*\(most recent call first\):$")
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
 def write_crash_traces() -> None:
@@ -391,8 +389,8 @@ def crash_traceback(log: Path, launcher: str) -> str:
     begin = text.rfind(_BEGIN)
     if begin < 0:
         return ""
-    title, *lines = text[begin:].splitlines()
-    frames = _inside(launcher, _frames(lines))
+    title = text[begin:].splitlines()[0]
+    frames = _inside(launcher, _frames(text[begin:]))
     return "".join(["Traceback (most recent call last):\n", *frames.format(), f"{title}\n"])
 
 
@@ -404,24 +402,16 @@ def _inside(launcher: str, frames: traceback.StackSummary) -> traceback.StackSum
     return traceback.StackSummary.from_list(frames[first:] or frames)
 
 
-def _frames(lines: list[str]) -> traceback.StackSummary:
+def _frames(text: str) -> traceback.StackSummary:
     """The frames of the thread that crashed, outermost first.
 
     One of gloo's or NCCL's own has none. Those of the main thread say then what it worked for;
     faulthandler writes that thread last.
     """
-    threads: list[list[tuple[str, int, str, None]]] = []
-    current = 0
-    for row in lines:
-        frame = _FRAME.match(row)
-        if head := _THREAD.match(row):
-            current = len(threads) if head[1] == "Current thread" else current
-            threads.append([])
-        elif frame and threads:
-            threads[-1].insert(0, (frame["file"], int(frame["line"]), frame["function"], None))
-    if not threads:
-        return traceback.StackSummary()
-    return traceback.StackSummary.from_list(threads[current] or threads[-1])
+    threads = threads_of(text)
+    crashed = next((frames for is_current, frames in threads if is_current and frames), None)
+    frames = crashed or (threads[-1][1] if threads else ())
+    return traceback.StackSummary.from_list([(*frame, None) for frame in reversed(frames)])
 
 
 DEATH_S = 2.0

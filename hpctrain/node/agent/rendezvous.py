@@ -27,7 +27,7 @@ from hpctrain.core.base.process import PORTS, connections_to, show_as
 from hpctrain.core.base.secret import Forged, sign, verify
 from hpctrain.core.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ControlLost
-from hpctrain.node.control.node_process import ForkedServer, ServerSilent
+from hpctrain.node.control.node_process import ForkedServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -332,8 +332,6 @@ class SignedStore:
             raise
 
 
-SERVE_S = 20.0
-"""How long the process may take to serve a store. After that the agent replaces it."""
 KEPT = 2
 """Stores that are served at once: others may still be reading the last round's verdict."""
 
@@ -346,40 +344,23 @@ class StoreProcess(ForkedServer):
 
     def __init__(self) -> None:
         """Fork it; nothing is served yet."""
-        super().__init__(_stores, "the process that serves them")
+        super().__init__(_stores, "the process that serves the agents' stores")
 
     def serve(self, address: str, port: int) -> None:
         """Serve an empty store on a port; the store before the last one ends.
 
-        Clients reach this node under `address`; with the loopback nobody else can connect. If the
-        process was killed or stopped, another is forked: between rounds that is as safe as forking
-        ranks.
+        Clients reach this node under `address`; with the loopback nobody else can connect.
 
         Raises:
             ClusterError: the port is taken, or the process is gone at once.
         """
-        why = "the process that serves them is gone"
         try:
-            if self._has_served(address, port):
-                return
-            self.stop()
-            super().__init__(_stores, "the process that serves them")
-            if self._has_served(address, port):
-                return
+            self.ask_anew(lambda: {"serve": [address, port]})
         except ControlLost as error:
-            why = str(error)
-        raise ClusterError(
-            f"the ranks cannot meet on port {port} of {socket.gethostname()}: {why}; "
-            "start the run again"
-        )
-
-    def _has_served(self, address: str, port: int) -> bool:
-        """Whether the process has done so; False where it is gone, or stopped."""
-        try:
-            self.ask({"serve": [address, port]}, SERVE_S)
-        except ServerSilent:
-            return False
-        return True
+            raise ClusterError(
+                f"the ranks cannot meet on port {port} of {socket.gethostname()}: {error}; "
+                "start the run again"
+            ) from None
 
 
 def _stores() -> Do:

@@ -74,20 +74,17 @@ class SealWatch(RoundPart):
         self._run, self._attempt, self._settings = run, attempt, settings
         self._is_stopping, self._clock = is_stopping, clock
         roots = start.roots_of(run, cwd)
-        self._unsealed = start.Unsealed(run, settings.sealed, roots) if settings.sealed else None
+        self._unsealed = start.Unsealed(run, settings.sealed, roots)
         self._still: dict[Path, tuple[tuple[object, ...], float]] = {}
         self._sealed_at: dict[Path, int] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="seal", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._unsealed is not None:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._unsealed is None:
-            return
         self._over.set()
         join_before_fork(self._thread, JOIN_S)
         if self._thread.is_alive():
@@ -111,16 +108,15 @@ class SealWatch(RoundPart):
         Raises:
             CheckpointError: a disk refused, or a newer attempt has the run.
         """
-        if self._unsealed is None:
-            return
         began = self._clock()
         try:
-            due = self._settled(self._unsealed)
+            due = self._settled()
         finally:  # reading a checkpoint does not count: the next ones would wait for minutes
             self.rest_s = max(LOOK_S, REST * (self._clock() - began))
         self._seal(due, settled=True)
 
-    def _settled(self, program: start.Unsealed) -> list[UnsealedSave]:
+    def _settled(self) -> list[UnsealedSave]:
+        program = self._unsealed
         matches = list(program.matches())
         there = {match.path for match in matches}
         self._still = {path: seen for path, seen in self._still.items() if path in there}
@@ -153,8 +149,6 @@ class SealWatch(RoundPart):
             self._sealed_at[path] = _top_ns(path)
 
     def _try_to_seal(self, save: UnsealedSave) -> bool:
-        if self._unsealed is None:
-            return False
         try:
             why = start.cut(save, self._on_bytes)
             if why is None:
@@ -170,8 +164,7 @@ class SealWatch(RoundPart):
 
     def _seal_rest(self) -> None:
         self._over.clear()
-        if self._unsealed is not None:
-            self._seal(self._unsealed.due(), settled=False)
+        self._seal(self._unsealed.due(), settled=False)
 
     def _is_as_sealed(self, path: Path) -> bool:
         return path in self._sealed_at and self._sealed_at[path] == _top_ns(path)

@@ -15,13 +15,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.process import below, processes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -139,21 +138,5 @@ class Orphans:
 
 def _descendants(spare: Collection[int] = ()) -> set[int]:
     """All live processes below this one; not zombies, nor those to spare with what is below."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state not in "ZX":
-            children[int(parent)].append(int(entry.name))
-    pids: set[int] = set()
-    queue = [os.getpid()]
-    while queue:
-        below = [pid for pid in children.get(queue.pop(), []) if pid not in spare]
-        pids.update(below)
-        queue += below
-    return pids
+    live = {pid: int(stat[1]) for pid, stat in processes().items() if stat[0] not in "ZX"}
+    return below(os.getpid(), live, spare)

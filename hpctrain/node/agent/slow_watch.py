@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,7 @@ class NodeMoments:
             "group": calls[0][-1].group,
             "first": [one[-most:][0].number for one in calls],
             "begun_us": [one[0] for one in moments],
-            "us": [_changes(one) for one in moments],
+            "us": [list(map(operator.sub, one[1:], one)) for one in moments],
         }
         if self._round.place == 0:
             signatures: dict[Any, int] = {}
@@ -115,10 +116,6 @@ class NodeMoments:
                 for call in calls[0][-most:]
             ]
         return said
-
-
-def _changes(moments: Sequence[int]) -> list[int]:
-    return [after - before for before, after in itertools.pairwise(moments)]
 
 
 class JobStragglers:

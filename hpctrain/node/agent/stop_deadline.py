@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.core.base import clock
@@ -35,15 +34,6 @@ POLL_S = 0.1
 STOOD_S = 5.0
 """Between two looks, which come four times a second: somebody has let this process stand still."""
 DISK_LOOK_S = 1.0
-
-
-@dataclass
-class KillDecision:
-    """Whether the ranks must be killed now, and why."""
-
-    kill: bool = False
-    """The ranks must go now."""
-    why: str = ""
 
 
 class StopDeadline:
@@ -78,18 +68,21 @@ class StopDeadline:
         self._looked_at = float("inf")
         self._on_suspended = on_suspended
 
-    def look(self) -> KillDecision:
-        """Take in signals, ask the scheduler where it helps, and say whether the ranks must go."""
+    def look(self) -> str:
+        """Take in signals, query the scheduler where it helps.
+
+        Return why the ranks must be killed now, or "".
+        """
         self._after_suspension()
         self._take_in()
         if self.cause is not None and self._ask is not None:
             self._ask_scheduler()
             if self.facts is not None and is_cancelled(self.facts, self._context.restarts):
-                return KillDecision(kill=True, why="cancelled")
+                return "cancelled"
         left = self.seconds_left()
         if left is not None and left <= 0:
-            return KillDecision(kill=True, why="the ranks did not leave in time")
-        return KillDecision()
+            return "the ranks did not leave in time"
+        return ""
 
     def wait(self, seconds: float) -> None:
         """Let time go by, but none once a stop has been asked for."""

@@ -21,6 +21,7 @@ from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
 from hpctrain.core.base.files import replace_text
 from hpctrain.core.base.locks import NodeFolder
+from hpctrain.core.base.process import signal_masks
 from hpctrain.core.base.records import StopCause
 from hpctrain.ledger.plan.decide import is_ending
 from hpctrain.ledger.run.fence import stop_is_asked
@@ -198,7 +199,7 @@ class StopNotice:
 
 def catches_term(pid: int) -> bool:
     """Whether a process has a handler for SIGTERM that would run."""
-    blocked, caught = _masks(pid)
+    blocked, caught = signal_masks(pid)
     return signal.SIGTERM in caught and signal.SIGTERM not in blocked
 
 
@@ -207,20 +208,8 @@ def listens(pid: int) -> bool:
 
     As a rank is born SIGTERM is blocked too, but with SIGUSR1 (`agent.signals.kept`).
     """
-    blocked, caught = _masks(pid)
+    blocked, caught = signal_masks(pid)
     return signal.SIGTERM in blocked & caught and signal.SIGUSR1 not in blocked
-
-
-def _masks(pid: int) -> tuple[set[int], set[int]]:
-    """The signals that a process blocks and those that it catches; none of one that is gone."""
-    masks: dict[str, set[int]] = {"SigBlk": set(), "SigCgt": set()}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name in masks:
-                mask = int(value, 16)
-                masks[name] = {bit + 1 for bit in range(mask.bit_length()) if mask >> bit & 1}
-    return masks["SigBlk"], masks["SigCgt"]
 
 
 def send_term(pids: set[int]) -> None:

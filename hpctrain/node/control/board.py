@@ -68,14 +68,16 @@ class Board:
     """The board of a node, mapped into this process.
 
     Attributes:
+        folder: Of the round, in which the board lies.
         first_rank: The number of the first rank of this node among all ranks.
         ranks: How many there are on this node.
         ranks_in_all: How many all nodes have.
         words: The memory as words of 64 bits.
     """
 
-    def __init__(self, memory: mmap.mmap, first_rank: int, ranks: int) -> None:
+    def __init__(self, folder: Path, memory: mmap.mmap, first_rank: int, ranks: int) -> None:
         """Not for others: see `create` and `open`."""
+        self.folder = folder
         self._memory = memory
         self._bytes = memoryview(memory)
         self.words = self._bytes.cast("q")
@@ -98,7 +100,8 @@ class Board:
         descriptor = os.open(path, flags, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, _size(ranks))
-            board = cls(mmap.mmap(descriptor, _size(ranks)), first_rank, ranks)
+            memory = mmap.mmap(descriptor, _size(ranks))
+            board = cls(path.parent, memory, first_rank, ranks)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -129,7 +132,7 @@ class Board:
             os.close(descriptor)
         magic, version, first_rank, ranks = struct.unpack_from("@4q", memory)
         if magic == _MAGIC and version == _VERSION and ranks >= 0 and size == _size(ranks):
-            return cls(memory, first_rank, ranks)
+            return cls(path.parent, memory, first_rank, ranks)
         memory.close()
         raise HpctrainError(f"{path}: not a board of version {_VERSION}")
 

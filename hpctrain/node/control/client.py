@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_CONTROL
@@ -109,7 +109,7 @@ class ControlClient:
         self._folder = folder
         self._pid = os.getpid()
         self._exchanges = 0
-        self._waker = _SocketWaker(folder, rank)
+        self._waker = SocketWaker(folder, rank)
         self._lines = [self._waker.line]
         self.ranks_in_all = self._waker.ranks_in_all
         self._board = Board.open(folder / BOARD)
@@ -242,8 +242,8 @@ class _Line:
         return ControlLost(f"the node's control process is gone: {why}")
 
 
-class _SocketWaker:
-    """How this rank and its node's process wake each other: a `Waker`."""
+class SocketWaker:
+    """How this rank and its node's process wake each other; from any thread of the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.line = _Line(folder, {"rank": rank})
@@ -255,10 +255,20 @@ class _SocketWaker:
         self._asking = threading.Lock()
 
     def ask(self) -> None:
+        """Have the node's process look at the board now.
+
+        Raises:
+            ControlLost: it is gone.
+        """
         with self._asking:
             self.line.say(packed({"is": "ask"}))
 
     def wait(self, timeout_s: float) -> bool:
+        """Wait until the process reports a changed lease, or has since the last wait; else False.
+
+        Raises:
+            ControlLost: it is gone.
+        """
         try:
             self.line.hear(timeout_s)
             while self.line.is_ready():
@@ -382,24 +392,6 @@ _WISHES = tuple(field.name for field in fields(Wishes))
 _NONE = Lease(0, -1)
 
 
-class Waker(Protocol):
-    """How a rank and its node's process wake each other; from any thread of the rank."""
-
-    def ask(self) -> None:
-        """Have the node's process look at the board now.
-
-        Raises:
-            ControlLost: it is gone.
-        """
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the process reports a changed lease, or has since the last wait; else False.
-
-        Raises:
-            ControlLost: it is gone.
-        """
-
-
 class RankLease:
     """What a rank may do and has to do, tick by tick.
 
@@ -410,7 +402,7 @@ class RankLease:
             is to know.
     """
 
-    def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
+    def __init__(self, board: Board, local_rank: int, waker: SocketWaker) -> None:
         """Stand before the first tick, as rank `local_rank` of this node's board."""
         self._board, self._local_rank, self._waker = board, local_rank, waker
         # Where a program comes twice in one round (a script that starts it again), it continues:

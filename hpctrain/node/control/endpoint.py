@@ -113,8 +113,59 @@ class Endpoint(asyncio.Protocol):
             self.on_end(self, why)
 
 
-class ChildrenListener:
-    """Accepts this node's children, each once, and nobody else."""
+class NodeListener:
+    """Accepts nodes that know the secret, and nobody else; how they come on is a subclass's."""
+
+    def __init__(
+        self,
+        nodes: Children,
+        greeting: Callable[[], Greeting],
+        *,
+        once: bool = False,
+        refused: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Accept nobody before `open`; each of `nodes` may come, `once` or as often as it likes.
+
+        `refused` is as for `base.listener.Listener`.
+        """
+        self._nodes, self._greeting, self._once, self._refused = nodes, greeting, once, refused
+        self._admitted: set[int] = set()
+        self._listener: Listener | None = None
+
+    def _listen(self, address: str, port: int = 0) -> Listener:
+        self._listener = Listener(
+            listen_at(address, port),
+            self._begin,
+            expected=len(self._nodes),
+            proof_s=GREET_S,
+            refused=self._refused,
+        )
+        return self._listener
+
+    def _begin(self) -> tuple[bytes, Hear]:
+        greeting = self._greeting()
+        return framed(greeting.challenge()), partial(self._hear, greeting)
+
+    def _hear(self, greeting: Greeting, said: bytes) -> Callable[[socket.socket], None] | None:
+        messages = list(Splitter(GREETING_BYTES).feed(said))
+        if not messages:
+            return None
+        if len(said) > len(framed(messages[0])):
+            raise Garbled("it says more than it may")
+        node, proof, codes = greeting.admit(messages[0])
+        if node not in self._nodes or node in self._admitted:
+            return partial(_refuse, framed(greeting.refusal(messages[0])))
+        if self._once:
+            self._admitted.add(node)
+        return partial(self._accept, node, proof, codes)
+
+    def _accept(self, node: int, proof: bytes, codes: Codes, connection: socket.socket) -> None:
+        """Take over a node's connection; what it sends first is `proof`."""
+        raise NotImplementedError
+
+
+class ChildrenListener(NodeListener):
+    """Accepts this node's children on an event loop, each once."""
 
     def __init__(
         self,
@@ -127,9 +178,8 @@ class ChildrenListener:
         `on_child` gets a child's number and its connection, and must listen to it. It must send
         nothing before the child does, which has yet to hear that it is accepted.
         """
-        self._children, self._greeting, self._on_child = children, greeting, on_child
-        self._admitted: set[int] = set()
-        self._listener: Listener | None = None
+        super().__init__(children, greeting, once=True)
+        self._on_child = on_child
         self._timer: asyncio.TimerHandle | None = None
         self._coming: set[asyncio.Task[object]] = set()
 
@@ -139,11 +189,9 @@ class ChildrenListener:
         Raises:
             OSError: there is no such address, or the port is taken.
         """
-        self._listener = Listener(
-            listen_at(address, port), self._begin, expected=len(self._children), proof_s=GREET_S
-        )
-        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._turn)
-        return self._listener.port
+        listener = self._listen(address, port)
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._turn)
+        return listener.port
 
     def close(self) -> None:
         """Accept nobody any more, and close what was not accepted. Harmless when repeated."""
@@ -166,24 +214,9 @@ class ChildrenListener:
         self._timer = None
         self._turn()
 
-    def _begin(self) -> tuple[bytes, Hear]:
-        greeting = self._greeting()
-        return framed(greeting.challenge()), partial(self._hear, greeting)
-
-    def _hear(self, greeting: Greeting, said: bytes) -> Callable[[socket.socket], None] | None:
-        messages = list(Splitter(GREETING_BYTES).feed(said))
-        if not messages:
-            return None
-        if len(said) > len(framed(messages[0])):
-            raise Garbled("it says more than it may")
-        node, proof, codes = greeting.admit(messages[0])
-        if node not in self._children or node in self._admitted:
-            return partial(_refuse, framed(greeting.refusal(messages[0])))
-        self._admitted.add(node)
-        return partial(self._accept, node, proof, codes)
-
     def _accept(self, node: int, proof: bytes, codes: Codes, connection: socket.socket) -> None:
-        child = Endpoint(_unheard, _unended, partial(self._greet, node, proof, codes))
+        # Before `on_child` listens nothing can come: it does so as soon as there is a connection.
+        child = Endpoint(_ignore, _ignore, partial(self._greet, node, proof, codes))
         loop = asyncio.get_running_loop()
         coming = loop.create_task(loop.connect_accepted_socket(lambda: child, connection))
         self._coming.add(coming)
@@ -203,13 +236,8 @@ def _refuse(refusal: bytes, connection: socket.socket) -> None:
         connection.send(refusal)
 
 
-def _unheard(_: Endpoint, message: bytes) -> None:
-    """Before `on_child` listens nothing can come: it does so as soon as there is a connection."""
-    del message
-
-
-def _unended(_: Endpoint, why: str) -> None:
-    del why
+def _ignore(_: Endpoint, what: object) -> None:
+    del what
 
 
 async def meet_parent(address: str, port: int, greeting: Greeting, node: int) -> Endpoint:

@@ -64,7 +64,7 @@ class HeartbeatSeen(NamedTuple):
 
     Attributes:
         process: Its process; 0 for one that has not begun.
-        phase: The number of its phase, in `PHASES` or a section's; 0 for not known.
+        phase: The name of its phase, in `PHASES` or a section's; "" for not known.
         is_first: It has not done a step yet.
         limit_s: What the program has said the phase may take; None for nothing.
         since_ns: When it came there, on the clock of its node; another after each change.
@@ -74,7 +74,7 @@ class HeartbeatSeen(NamedTuple):
     rank: int
     process: int
     step: int
-    phase: int
+    phase: str
     is_first: bool
     limit_s: float | None
     since_ns: int
@@ -269,7 +269,7 @@ def read(board: Board) -> list[HeartbeatSeen]:
                 board.first_rank + local_rank,
                 process,
                 step,
-                word & _CODE,
+                phase_name(board.folder, board.first_rank + local_rank, word & _CODE),
                 bool(word & _IS_FIRST),
                 limit_ms / 1000 if limit_ms else None,
                 since_ns,

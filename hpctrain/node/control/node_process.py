@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -24,10 +25,11 @@ from hpctrain.node.control.node_server import NodeServer, TreePlace
 if TYPE_CHECKING:
     import socket
     from collections.abc import Awaitable, Callable
-    from typing import Self
 
     Do = Callable[[dict[str, Any]], Awaitable[int]]
 
+
+log = logging.getLogger("hpctrain.agent")
 
 ANSWER_S = 60.0
 """Time the process may take for an order."""
@@ -41,21 +43,28 @@ class ServerSilent(ControlLost):
 
 
 class ForkedServer(ForkedProcess):
-    """The agent's side."""
+    """The agent's side of a process that serves one round of ranks after another."""
 
-    def __init__(self, make: Callable[[], Do], what: str, handed_over: str = "") -> None:
+    def __init__(
+        self, make: Callable[[], Do], what: str, handed_over: str = "", *, loses: str = ""
+    ) -> None:
         """Fork it, or take over one that is there; to fork, this process must have one thread.
 
         `make` is called in the forked process, with its event loop running. It returns what does an
-        order and answers with a number. `handed_over` is what `hand_over` gave; "" to fork.
+        order and answers with a number. `handed_over` is what `hand_over` gave; "" to fork. What is
+        lost with it is named by `loses`.
         """
-        self._what = what
+        self._make, self._what, self._loses = make, what, loses
         self._ended = ""
         if handed_over:
             pid, line = map(int, handed_over.split(":"))
             self.adopt(pid, line)
         else:
-            super().__init__(partial(_serve_orders, make))
+            self._fork()
+
+    def _fork(self) -> None:
+        self._ended = ""
+        super().__init__(partial(_serve_orders, self._make))
 
     def hand_over(self) -> str:
         """Leave the process to the program that takes this one's place (exec), as its child.
@@ -95,6 +104,32 @@ class ForkedServer(ForkedProcess):
         if said.get("error"):
             raise ControlLost(said["error"])
         return int(said.get("port", 0))
+
+    def ask_anew(self, order: Callable[[], dict[str, Any]]) -> int:
+        """Have it begin to serve a round, within `BEGIN_S`; return its answer.
+
+        If it is stopped or gone, another one takes its place, once. That may be forked between
+        rounds only, as ranks are. `order` makes the order, for each of them anew.
+
+        Raises:
+            ServerSilent: the other one did not answer either.
+            ControlLost: it could not.
+        """
+        try:
+            return self.ask(order(), BEGIN_S)
+        except ServerSilent as error:
+            log.warning("%s; another one takes its place%s", error, self._loses)
+            self.stop()
+            self._fork()
+            return self.ask(order(), BEGIN_S)
+
+    def join(self, address: str, port: int) -> None:
+        """Connect it to the node above, at the port that `begin` returned there; not on node 0.
+
+        Raises:
+            ControlLost: the node above cannot be reached, is another, or the process is gone.
+        """
+        self.ask({"join": [address, port]})
 
     def end(self) -> str:
         """How the process has ended by itself, in words; "" while it has not."""
@@ -144,9 +179,12 @@ class NodeProcess(ForkedServer):
         round. The children reach this node at `address`.
 
         Raises:
-            ServerSilent: the process does not answer, or is gone.
             ControlLost: it cannot be served.
         """
+        said = {"place": asdict(place), "secret": secret, "about": about, "address": address}
+        return self.ask_anew(lambda: {"begin": {"folder": str(self._new_folder()), **said}})
+
+    def _new_folder(self) -> Path:
         self._remove_folder()
         parent = MEMORY if os.access(MEMORY, os.W_OK) else None
         try:
@@ -154,35 +192,12 @@ class NodeProcess(ForkedServer):
         except OSError as error:
             raise ControlLost(f"no folder for the ranks' agreement: {error}") from error
         self.folder = self._own.path
-        order = {"folder": str(self.folder), "place": asdict(place), "secret": secret}
-        return self.ask({"begin": {**order, "about": about, "address": address}}, BEGIN_S)
-
-    def join(self, address: str, port: int) -> None:
-        """Connect it to the parent, at the port that the parent's `begin` returned; not on node 0.
-
-        Raises:
-            ControlLost: the parent cannot be reached, is another, or the process is gone.
-        """
-        self.ask({"join": [address, port]})
-
-    def fail(self, why: str) -> None:
-        """Tell all ranks, on all nodes, that the round has failed.
-
-        Raises:
-            ControlLost: the process is gone.
-        """
-        self.ask({"fail": why})
+        return self.folder
 
     def stop(self) -> None:
         """End it. Harmless when repeated."""
         super().stop()
         self._remove_folder()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _remove_folder(self) -> None:
         if self._own is not None:

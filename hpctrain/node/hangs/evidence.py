@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.node.hangs.standing import Stand
@@ -142,18 +142,26 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
     )
 
 
-def frames_of(text: str) -> tuple[Frame, ...] | None:
-    """The main thread's frames, innermost first, of what faulthandler has written last.
+def threads_of(text: str) -> list[tuple[bool, tuple[Frame, ...]]]:
+    """Of each thread that faulthandler has written: whether it was running, and its frames.
 
-    None where there is nothing whole. faulthandler writes the main thread last of each time.
+    Innermost frames come first. faulthandler writes the main thread last of each time.
     """
-    threads = [part for part in _THREAD.split(text) if _THREAD.match(part)]
-    if not threads:
-        return None
-    frames = _FRAME.findall(threads[-1])
-    return tuple(
-        Frame(path, int(line) if line.isdigit() else 0, function) for path, line, function in frames
-    )
+    threads = []
+    for part in _THREAD.split(text):
+        if _THREAD.match(part):
+            rows = _FRAME.findall(part)
+            frames = tuple(
+                Frame(path, int(n) if n.isdigit() else 0, name) for path, n, name in rows
+            )
+            threads.append((part.startswith("Current"), frames))
+    return threads
+
+
+def frames_of(text: str) -> tuple[Frame, ...] | None:
+    """The main thread's frames of what faulthandler has written last; None for nothing whole."""
+    threads = threads_of(text)
+    return threads[-1][1] if threads else None
 
 
 def process_state(stat: str) -> str:
@@ -170,43 +178,30 @@ MOST_FRAMES = 24
 
 def plain_of(evidence: RankEvidence) -> dict[str, Any]:
     """What JSON holds of it; of long lists the end that counts."""
-    recorded = evidence.recorded
-    calls: defaultdict[str, list[Collective]] = defaultdict(list)
-    for call in recorded.collectives if recorded is not None else ():
-        calls[call.group].append(call)
-    frames = evidence.frames
-    kept = [call for group in calls.values() for call in group[-MOST_CALLS:]]
-    return {
-        "rank": evidence.rank,
-        "node": evidence.node,
-        "process": evidence.process,
-        "fronts": None if recorded is None else {name: [*f] for name, f in recorded.fronts.items()},
-        "calls": [[*call] for call in kept],
-        "groups": {name: _short(members) for name, members in evidence.groups.items()},
-        "frames": None if frames is None else [[*frame] for frame in frames[:MOST_FRAMES]],
-        "step": evidence.step,
-        "phase": evidence.phase,
-        "has_returned": evidence.has_returned,
-    }
+    recorded, frames = evidence.recorded, evidence.frames
+    if recorded is not None:
+        calls: defaultdict[str, list[Collective]] = defaultdict(list)
+        for call in recorded.collectives:
+            calls[call.group].append(call)
+        kept = tuple(call for group in calls.values() for call in group[-MOST_CALLS:])
+        recorded = Recorded(recorded.fronts, kept)
+    frames = None if frames is None else frames[:MOST_FRAMES]
+    groups = {name: _short(members) for name, members in evidence.groups.items()}
+    plain = asdict(replace(evidence, recorded=recorded, frames=frames, groups={}))
+    return plain | {"groups": groups}
 
 
 def evidence_of(plain: Mapping[str, Any]) -> RankEvidence:
     """What `plain_of` gave, after JSON."""
-    recorded = None
-    if plain["fronts"] is not None:
-        fronts = {name: Front(*front) for name, front in plain["fronts"].items()}
-        recorded = Recorded(fronts, tuple(_call(call) for call in plain["calls"]))
-    frames = plain["frames"]
+    recorded, frames = plain["recorded"], plain["frames"]
+    if recorded is not None:
+        fronts = {name: Front(*front) for name, front in recorded["fronts"].items()}
+        recorded = Recorded(fronts, tuple(map(_call, recorded["collectives"])))
+    if frames is not None:
+        frames = tuple(Frame(*frame) for frame in frames)
+    groups = {name: _members(short) for name, short in plain["groups"].items()}
     return RankEvidence(
-        plain["rank"],
-        plain["node"],
-        plain["process"],
-        recorded=recorded,
-        groups={name: _members(short) for name, short in plain["groups"].items()},
-        frames=None if frames is None else tuple(Frame(*frame) for frame in frames),
-        step=plain["step"],
-        phase=plain["phase"],
-        has_returned=plain["has_returned"],
+        **{**plain, "recorded": recorded, "frames": frames, "groups": groups},
     )
 
 

@@ -11,20 +11,21 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import read_plain
-from hpctrain.node.hangs.evidence import RankEvidence, frames_of, process_state, recorded_of
+from hpctrain.core.base.process import signal_masks
+from hpctrain.node.hangs.evidence import frames_of, process_state, recorded_of
 from hpctrain.node.hangs.outliers import calls_of
 from hpctrain.node.hangs.witness import LOOK_SIGNAL, groups_path, recorder_path, stacks_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.node.hangs.evidence import Collective, Frame, Recorded
+    from hpctrain.node.hangs.evidence import Collective, Frame, RankEvidence, Recorded
 
 ANSWER_S = 1.0
 """So long is waited for a rank's answer; one that is stopped gives none."""
@@ -35,31 +36,14 @@ _STACKS_POLL_S, _STACKS_UNCHANGED = 0.005, 4
 _PROC = Path("/proc")
 
 
-@dataclass(frozen=True)
-class RankProcess:
-    """A rank of this node.
-
-    Attributes:
-        step: The step it is in; None for not known.
-        phase: Such as "data"; "" for not known.
-        has_returned: Its program has ended by itself.
-    """
-
-    rank: int
-    pid: int
-    step: int | None = None
-    phase: str = ""
-    has_returned: bool = False
-
-
-def look(folder: Path, node: str, ranks: Sequence[RankProcess]) -> list[RankEvidence]:
+def look(folder: Path, ranks: Sequence[tuple[int, RankEvidence]]) -> list[RankEvidence]:
     """Return what can be known of each rank in about `ANSWER_S`, without disturbing it.
 
-    But a program's own `time.sleep` in C or `poll` may end early by the signal. The ranks have set
-    up their witnesses in `folder`.
+    But a program's own `time.sleep` in C or `poll` may end early by the signal. `ranks` has of each
+    its process and what is known of it beforehand. They have set up their witnesses in `folder`.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda rank: _look_at(folder, node, rank), ranks))
+        return list(pool.map(lambda one: _look_at(folder, *one), ranks))
 
 
 def calls_of_all(
@@ -78,23 +62,16 @@ def calls_of_all(
     return calls if all(calls) else None
 
 
-def _look_at(folder: Path, node: str, rank: RankProcess) -> RankEvidence:
-    state = "" if rank.has_returned else _state(rank.pid)
-    evidence = RankEvidence(
-        rank.rank,
-        node,
-        state,
-        step=rank.step,
-        phase=rank.phase,
-        has_returned=rank.has_returned,
-    )
+def _look_at(folder: Path, pid: int, rank: RankEvidence) -> RankEvidence:
+    state = "" if rank.has_returned else _state(pid)
     if state in {"", "Z"}:
-        return evidence
+        return replace(rank, process=state)
     return replace(
-        evidence,
+        rank,
+        process=state,
         recorded=_recorded(recorder_path(folder, rank.rank)),
         groups=_groups(groups_path(folder, rank.rank)),
-        frames=_frames(stacks_path(folder, rank.rank), rank.pid),
+        frames=_frames(stacks_path(folder, rank.rank), pid),
     )
 
 
@@ -107,7 +84,7 @@ def _state(pid: int) -> str:
 
 def _frames(path: Path, pid: int) -> tuple[Frame, ...] | None:
     """The rank's stack of now; None where it does not write one, or not in time."""
-    if not _handles(pid):
+    if LOOK_SIGNAL not in signal_masks(pid)[1]:  # it would die of it
         return None
     with suppress(OSError):
         before = path.stat().st_size
@@ -122,16 +99,6 @@ def _frames(path: Path, pid: int) -> tuple[Frame, ...] | None:
             os.truncate(path, 0)  # it is written at its end, wherever that is
         return frames_of(text)
     return None
-
-
-def _handles(pid: int) -> bool:
-    """Whether the rank has a handler for the signal, of which it would die without one."""
-    with suppress(OSError, ValueError):
-        for line in (_PROC / str(pid) / "status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "SigCgt":
-                return bool(int(value, 16) >> (LOOK_SIGNAL - 1) & 1)
-    return False
 
 
 def _recorded(path: Path) -> Recorded | None:

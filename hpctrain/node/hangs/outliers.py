@@ -16,6 +16,7 @@ test_counts.py hold the promises.
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -401,7 +402,7 @@ def period_of(signatures: Sequence[Hashable]) -> int:
     """Return after how many collectives, those of a step, `signatures` repeat; 0 for never."""
     count = len(signatures)
     for period in range(1, min(MOST_PERIOD, count // 2) + 1):
-        same = sum(map(_equal, signatures, signatures[period:]))
+        same = sum(map(operator.eq, signatures, signatures[period:]))
         if same >= PERIODIC * (count - period):
             return period
     return 0
@@ -459,16 +460,6 @@ def _unusual(rows: Sequence[Sequence[float]]) -> float:
 def _summed(
     spans: Sequence[tuple[int, int]], columns: Sequence[Sequence[float]], last: Sequence[float]
 ) -> OwnWork:
-    own = (
-        sum(moments)
-        for moments in zip(*(_since(columns[h], last[b]) for b, h in spans), strict=True)
-    )
+    since = [[moment - last[before] for moment in columns[here]] for before, here in spans]
+    own = map(sum, zip(*since, strict=True))
     return OwnWork(tuple(own), sum(last[here] - last[before] for before, here in spans))
-
-
-def _since(moments: Sequence[float], begun: float) -> list[float]:
-    return [moment - begun for moment in moments]
-
-
-def _equal(left: Hashable, right: Hashable) -> bool:
-    return left == right

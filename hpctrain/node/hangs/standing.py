@@ -16,6 +16,8 @@ from hpctrain.core.base.text import duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from hpctrain.node.control.heartbeat import HeartbeatSeen
+
 LEARNT = 5
 """A phase may take so many times as long as it took at most so far."""
 FEWEST_S = 60.0
@@ -52,23 +54,6 @@ class HangLimits:
     stragglers: str = "off"
 
 
-class RankHeartbeat(NamedTuple):
-    """Where a rank is.
-
-    Attributes:
-        phase: Its phase by name; "" for a program that says nothing.
-        limit_s: What the program has said that it may take; None for nothing.
-        mark: Another one after each change.
-    """
-
-    rank: int
-    step: int
-    phase: str
-    is_first: bool
-    limit_s: float | None
-    mark: int
-
-
 class Stand(NamedTuple):
     """For how long a rank has not moved.
 
@@ -97,11 +82,11 @@ class Standing:
         """Start without heartbeats; `clock` gives seconds and never jumps."""
         self._limits, self._clock = limits, clock
         self._looked_s = clock()
-        self._stood: dict[int, tuple[RankHeartbeat, float]] = {}
+        self._stood: dict[int, tuple[HeartbeatSeen, float]] = {}
         self._ended_s: dict[str, float] = {}
         """The longest stay in each phase that has ended: what still lasts proves nothing."""
 
-    def look(self, heartbeats: Sequence[RankHeartbeat]) -> list[Stand]:
+    def look(self, heartbeats: Sequence[HeartbeatSeen]) -> list[Stand]:
         """Return for how long each rank has not moved, by its heartbeat as it is now."""
         now_s = self._clock()
         gap_s = min(LONGEST_GAP_S, now_s - self._looked_s)
@@ -109,7 +94,7 @@ class Standing:
         stands = []
         for heartbeat in heartbeats:
             seen, stood_s = self._stood.get(heartbeat.rank, (None, 0.0))
-            if seen is None or seen.mark != heartbeat.mark:
+            if seen is None or seen.since_ns != heartbeat.since_ns:
                 if seen is not None and not seen.is_first:
                     self._ended_s[seen.phase] = max(self._ended_s.get(seen.phase, 0.0), stood_s)
                 stood_s = 0.0
@@ -122,7 +107,7 @@ class Standing:
             for stand, heartbeat in zip(stands, heartbeats, strict=True)
         ]
 
-    def _limit_s(self, heartbeat: RankHeartbeat) -> float:
+    def _limit_s(self, heartbeat: HeartbeatSeen) -> float:
         if heartbeat.phase in {"", "end"}:
             return math.inf
         if heartbeat.limit_s is not None:

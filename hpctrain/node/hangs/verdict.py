@@ -140,7 +140,7 @@ class _Calls:
 
 def verdict(looked_at: Sequence[RankEvidence]) -> HangVerdict:
     """Return who is to blame, by what a look has found of each rank of the job."""
-    stopped = [evidence for evidence in looked_at if _does_not_run(evidence)]
+    stopped = [one for one in looked_at if not one.has_returned and one.process in STATES]
     if stopped:
         return _of_stopped(stopped)
     calls = _Calls(looked_at)
@@ -181,15 +181,12 @@ def _groups_of(evidence: RankEvidence) -> dict[str, _Group]:
     return groups
 
 
-def _does_not_run(evidence: RankEvidence) -> bool:
-    return not evidence.has_returned and evidence.process in STATES
-
-
 def _of_stopped(stopped: Sequence[RankEvidence]) -> HangVerdict:
     """A process that does not run is a cause: no other rank's wait explains it."""
     ranks = tuple(sorted(evidence.rank for evidence in stopped))
     states = sorted({STATES[evidence.process] for evidence in stopped})
-    summary = f"{ranks_in_words(ranks)} {_is(ranks)} {' or '.join(states)}"
+    verb = "is" if len(ranks) == 1 else "are"
+    summary = f"{ranks_in_words(ranks)} {verb} {' or '.join(states)}"
     is_certain = any(evidence.process != "D" for evidence in stopped)
     return HangVerdict("stopped", ranks, summary, tuple(map(_place, stopped)), is_certain)
 
@@ -376,10 +373,6 @@ def _in_words(call: Collective) -> str:
     return f"{call.name} number {call.number}{shapes and ' ' + shapes}"
 
 
-def _is(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
 class Used(NamedTuple):
     """What a rank and all that it has started have used so far."""
 
@@ -470,7 +463,7 @@ class Suspicion:
 
 def judged(how: Unmoved, stands: Sequence[Stand], look: JobLook) -> HangVerdict:
     """Return the verdict on a look, in which the ranks of `stands` do not move."""
-    silent = [_silent(rank) for rank in look.silent]
+    silent = [RankEvidence(rank, "", "?") for rank in look.silent]
     ruling = verdict([*look.evidence, *silent])
     if how == "behind" and ruling.kind == "unknown":
         ranks = tuple(sorted(stand.rank for stand in stands))
@@ -485,10 +478,6 @@ def judged(how: Unmoved, stands: Sequence[Stand], look: JobLook) -> HangVerdict:
         summary = f"the only rank stands at {in_words(stands)}{_where(stands[0].rank, look)}"
         return replace(ruling, ranks=(stands[0].rank,), summary=summary)
     return ruling
-
-
-def _silent(rank: int) -> RankEvidence:
-    return RankEvidence(rank, "", "?")
 
 
 def _where(rank: int, look: JobLook) -> str:

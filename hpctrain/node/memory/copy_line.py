@@ -11,12 +11,11 @@ import logging
 import socket
 import threading
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.listener import Listener, listen_at
 from hpctrain.errors import ControlLost
+from hpctrain.node.control.endpoint import CONNECT_AGAIN_S, GREET_S, NodeListener
 from hpctrain.node.control.wire import (
     GREETING_BYTES,
     MOST_BYTES,
@@ -32,18 +31,16 @@ from hpctrain.node.control.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.core.base.listener import Hear
+    from hpctrain.core.base.listener import Listener
     from hpctrain.node.control.endpoint import Children
 
 log = logging.getLogger("hpctrain.agent")
 
 Message = tuple[dict[str, Any], bytes]
 
-GREET_S = 10.0
-"""So long may it take to say who one is."""
 SILENT_S = 60.0
 """A connection on which nothing moves for so long, while something is awaited, is lost."""
-JOIN_S, CONNECT_AGAIN_S = 20.0, 0.2
+JOIN_S = 20.0
 MOST_NOTED = 20
 """Most unauthenticated peers that are logged in a round."""
 PIECE_BYTES = 1 << 20
@@ -153,7 +150,7 @@ def _met(address: tuple[str, int], greeting: Greeting, node: int) -> CopyLine:
     return line
 
 
-class CopyListener:
+class CopyListener(NodeListener):
     """Accepts other nodes' replica servers alone, each with a thread of its own."""
 
     def __init__(
@@ -167,9 +164,9 @@ class CopyListener:
         `serve` is called on a thread with a node's number and its connection. The connection ends
         when it returns or raises.
         """
-        self._nodes, self._greeting, self._serve_node = nodes, greeting, serve
+        super().__init__(nodes, greeting, refused=self._note)
+        self._serve_node = serve
         self._lock = threading.Lock()
-        self._listener: Listener | None = None
         self._lines: set[CopyLine] = set()
         self._noted = 0
         self._is_over = False
@@ -180,14 +177,7 @@ class CopyListener:
         Raises:
             OSError: there is no such address, or no port.
         """
-        listener = Listener(
-            listen_at(address),
-            self._begin,
-            expected=len(self._nodes),
-            proof_s=GREET_S,
-            refused=self._note,
-        )
-        self._listener = listener
+        listener = self._listen(address)
         name = f"copies-{listener.port}"
         threading.Thread(target=self._welcome, args=(listener,), name=name, daemon=True).start()
         return listener.port
@@ -206,20 +196,6 @@ class CopyListener:
         while not self._is_over:
             listener.turn(None)
         listener.close()
-
-    def _begin(self) -> tuple[bytes, Hear]:
-        greeting = self._greeting()
-        return framed(greeting.challenge()), partial(self._hear, greeting)
-
-    def _hear(self, greeting: Greeting, said: bytes) -> Callable[[socket.socket], None] | None:
-        splitter = Splitter(GREETING_BYTES)
-        messages = list(splitter.feed(said))
-        if not messages:
-            return None
-        node, proof, codes = greeting.admit(messages[0])
-        if node not in self._nodes:
-            raise Garbled(f"node {node} is not awaited")
-        return partial(self._accept, node, proof, codes)
 
     def _accept(self, node: int, proof: bytes, codes: Codes, peer: socket.socket) -> None:
         line = CopyLine(peer)

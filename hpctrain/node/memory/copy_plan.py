@@ -1,8 +1,8 @@
-"""How a copy in memory lies in its slot, what it says, and how it is repaired by blocks. Pure.
+"""How a copy in memory lies in its slot, and what it says. Pure.
 
 What is whole is known from the copy's digest, which its replica server has sent over a connection
 with codes: it proves the proof at the copy's end, and that proves the header and each block.
-tests/unit/memory/test_in_memory_copies.py and tests/unit/memory/test_repair.py hold the promises.
+tests/unit/memory/test_in_memory_copies.py and tests/unit/memory/test_whole.py hold the promises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.checkpoint.format.table import entry_of
 from hpctrain.errors import TornCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece
@@ -79,8 +79,6 @@ class CopyPlan:
 
 Range = tuple[int, int]
 """Bytes of a copy: the first, and the one behind the last."""
-TURNS = 2
-"""At each other copy: the proof, then what it shows to be bad."""
 
 
 def blocks(plan: CopyPlan) -> Iterator[Range]:
@@ -92,59 +90,23 @@ def blocks(plan: CopyPlan) -> Iterator[Range]:
             yield begin, min(begin + plan.block_bytes, high)
 
 
-def bad_ranges(view: memoryview, plan: CopyPlan, digest: str) -> list[Range]:
-    """Return the ranges of a copy that are bad; the proof alone, if that is bad.
+def is_whole(view: memoryview, plan: CopyPlan, digest: str) -> bool:
+    """Return whether every byte of a copy is as it was proved.
 
     `view` has `plan.size` bytes; `digest` is of the whole copy, as in a manifest.
     """
     ranges = list(blocks(plan))
-    low = plan.size - shard.proof_bytes(len(ranges) - 1)
-    proof = bytes(view[low : plan.size])
+    proof = bytes(view[plan.size - shard.proof_bytes(len(ranges) - 1) : plan.size])
     if shard.proof_digest(proof) != digest:
-        return [(low, plan.size)]
-    said = np.frombuffer(proof, "<u8").tolist()
-    return [
-        (begin, end)
-        for (begin, end), awaited in zip(ranges, said, strict=True)
-        if block_digest(view[begin:end]) != awaited
-    ]
+        return False
+    said = zip(ranges, np.frombuffer(proof, "<u8").tolist(), strict=True)
+    return all(block_digest(view[begin:end]) == awaited for (begin, end), awaited in said)
 
 
-def merged(ranges: Iterable[Range], most_bytes: int) -> Iterator[Range]:
-    """The same bytes in fewer ranges: neighbours together, none longer than `most_bytes`."""
-    low = high = -1
-    for begin, end in ranges:
-        if begin != high:
-            yield from _cut(low, high, most_bytes)
-            low = begin
-        high = end
-    yield from _cut(low, high, most_bytes)
-
-
-def repair(
-    view: memoryview,
-    plan: CopyPlan,
-    digest: str,
-    others: Iterable[Callable[[list[Range]], Iterator[tuple[int, bytes]]]],
-) -> bool:
-    """Repair a copy in `view` from other copies; return whether all of it is complete then.
-
-    Each of `others` reads ranges of another copy: bytes, and where they go.
-    """
-    bad = bad_ranges(view, plan, digest)
-    for read in others:
-        for _ in range(TURNS):
-            if not bad:
-                return True
-            for low, content in read(bad):
-                view[low : low + len(content)] = content
-            bad = bad_ranges(view, plan, digest)
-    return not bad
-
-
-def _cut(low: int, high: int, most_bytes: int) -> Iterator[Range]:
-    for begin in range(low, high, most_bytes):
-        yield begin, min(begin + most_bytes, high)
+def pieces(size: int, most_bytes: int) -> Iterator[Range]:
+    """A copy's bytes in ranges of at most `most_bytes`."""
+    for begin in range(0, size, most_bytes):
+        yield begin, min(begin + most_bytes, size)
 
 
 _NARROW = frozenset({"own", "dtype", "ranks", "dims", "flat", "unit"})

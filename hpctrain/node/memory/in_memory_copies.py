@@ -21,7 +21,7 @@ from hpctrain.checkpoint.tensors.arena import Arena
 from hpctrain.core.base.records import COPIES_PER_RANK
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError
-from hpctrain.node.memory.copy_plan import bad_ranges, blocks
+from hpctrain.node.memory.copy_plan import blocks, is_whole
 from hpctrain.node.memory.slots import HeldCopy, Mark, RankSlots
 
 if TYPE_CHECKING:
@@ -42,8 +42,12 @@ class ProvedCopy:
 
     mark: Mark
     plan: CopyPlan
-    size: int
     digest: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole."""
+        return self.plan.size
 
     @property
     def held(self) -> HeldCopy:
@@ -90,7 +94,7 @@ class RankSlotMemory:
         view[plan.size - len(ends) :] = ends
         fd = self.arenas[number].fd
         points.reach("memory.proved", fd=fd, step=mark.step, rank=plan.rank)
-        self.copies[number] = ProvedCopy(mark, plan, plan.size, shard.proof_digest(ends))
+        self.copies[number] = ProvedCopy(mark, plan, shard.proof_digest(ends))
 
     def put(self, number: int, copy: ProvedCopy, *, whole: bool) -> bool:
         """A copy from elsewhere is in a slot that was given for it, or is not whole.
@@ -260,7 +264,7 @@ class NodeCopies:
         try:
             view = rank_memory.arenas[number].view(0, copy.size)
             fill(view)
-            whole = not bad_ranges(view, copy.plan, copy.digest)
+            whole = is_whole(view, copy.plan, copy.digest)
         finally:
             with self.lock:
                 whole = rank_memory.put(number, copy, whole=whole)

@@ -11,10 +11,10 @@ import mmap
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import HpctrainError
-from hpctrain.node.memory.slots import HeldCopy, Mark
+from hpctrain.node.memory.slots import HeldCopy, Inventory, Mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,23 +28,6 @@ ANSWER_S = 120.0
 
 FETCH_S = 900.0
 """And so long where it brings copies from other nodes, of all ranks of this one at once."""
-
-
-class NodeHeld(NamedTuple):
-    """What a node has.
-
-    Attributes:
-        own: Whole copies of its own ranks' parts.
-        nbytes: Memory that is taken for copies, of whatever rank.
-        guests: Whole copies of other nodes' ranks.
-        address: Address and port where its replica server gives them to others; None where it does
-            not.
-    """
-
-    own: list[HeldCopy]
-    nbytes: int
-    guests: list[HeldCopy]
-    address: list[Any] | None
 
 
 class ReplicaClient:
@@ -147,11 +130,12 @@ class ReplicaClient:
         """Report what training resumes from: a copy, or none of them."""
         self._send({"is": "chosen", "mark": mark})
 
-    def held(self) -> NodeHeld:
+    def held(self) -> Inventory:
         """Return what this node has."""
-        said = self._ask_text({"is": "held"})
-        own, guests = ([HeldCopy(*copy) for copy in said[of]] for of in ("held", "guests"))
-        return NodeHeld(own, int(said["bytes"]), guests, said["at"])
+        own, guests, *rest = self._ask_text({"is": "held"})["held"]
+        return Inventory(
+            [HeldCopy(*copy) for copy in own], [HeldCopy(*copy) for copy in guests], *rest
+        )
 
     def facts(self, mark: Mark, ranks: Sequence[int]) -> dict[int, list[Any]]:
         """Return by rank, of copies on this node: size, digest, bytes of the header, facts."""
@@ -171,11 +155,6 @@ class ReplicaClient:
         if said.get("why"):
             raise ReplicaServerLost(str(said["why"]))
         return fds[0] if fds else None
-
-    def repair(self, mark: Mark, rank: int, addresses: Sequence[Sequence[Any]]) -> bool:
-        """Repair a rank's copy from servers at `addresses`; return whether it is complete."""
-        head = {"is": "repair", "mark": mark, "rank": rank, "at": list(addresses)}
-        return bool(self._ask(head, FETCH_S)[0]["whole"])
 
     def why_off(self) -> str:
         """Return why no copies are made any more."""

@@ -22,16 +22,15 @@ from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ControlLost
 from hpctrain.node.control.wire import Garbled
 from hpctrain.node.memory.copy_line import PIECE_BYTES, CopyLine, CopyListener, meet
-from hpctrain.node.memory.copy_plan import CopyPlan, merged, repair
+from hpctrain.node.memory.copy_plan import CopyPlan, is_whole, pieces
 from hpctrain.node.memory.in_memory_copies import ProvedCopy, room_refused
 from hpctrain.node.memory.slots import Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hpctrain.node.control.node_server import TreePlace
     from hpctrain.node.control.wire import Greeting
-    from hpctrain.node.memory.copy_plan import Range
     from hpctrain.node.memory.in_memory_copies import CopyInMemory, NodeCopies
     from hpctrain.node.memory.slots import PeerAddress
 
@@ -94,14 +93,14 @@ class CopyServer:
 
     def _copy(self, line: CopyLine, head: dict[str, Any], body: bytes) -> None:
         plan = CopyPlan.parse(body)
-        copy = ProvedCopy(Mark(*head["mark"]), plan, plan.size, str(head["digest"]))
+        copy = ProvedCopy(Mark(*head["mark"]), plan, str(head["digest"]))
         if (needed := self._needs.needed()) is None:
             line.say({"why": "nothing was chosen to go on from"})
             return
 
         def fill(view: memoryview) -> None:
             line.say({"why": ""})
-            for low, high in merged([(0, copy.size)], PIECE_BYTES):
+            for low, high in pieces(copy.size, PIECE_BYTES):
                 said, piece = line.hear()
                 if said["at"] != low or len(piece) != high - low:
                     raise Garbled("another piece of a copy than was awaited")
@@ -205,7 +204,7 @@ class PeerRing:
                 line = self._line(local)
                 said, _ = line.ask(head, copy.plan.dump())
                 if not said["why"]:
-                    for low, high in merged([(0, copy.size)], PIECE_BYTES):
+                    for low, high in pieces(copy.size, PIECE_BYTES):
                         line.say({"at": low}, bytes(view[low:high]))
                     said, _ = line.hear()
             return str(said["why"]), False
@@ -221,15 +220,22 @@ class PeerRing:
         points.reach("memory.fetch", step=mark.step, rank=rank)
         local = rank - self._place.first_rank
         own = local if 0 <= local < self._place.ranks else None
-        where = self._others(addresses)
-        for number, address in enumerate(where):
-            if (awaited := self._asked(mark, rank, address)) is not None:
-                return self._copies.fetch(awaited, own, partial(self._repair, where=where[number:]))
+        for address in addresses:
+            if list(address) == self.at:
+                continue
+            try:
+                where = str(address[0]), int(address[1])
+                with closing(meet(where, self._greeting, self._place.node)) as line:
+                    said, plan = line.ask({"is": "look", "mark": mark, "rank": rank})
+                    if not said["digest"]:
+                        continue
+                    copy = ProvedCopy(mark, CopyPlan.parse(plan), str(said["digest"]))
+                    there = self._copies.fetch(copy, own, partial(_read, line))
+            except LOST:
+                continue
+            if there is not None:
+                return there
         return None
-
-    def repair(self, there: CopyInMemory, addresses: Sequence[PeerAddress]) -> bool:
-        """Read what is bad in a copy from others that have it; return whether it is whole then."""
-        return self._repair(there.view, there.copy, self._others(addresses))
 
     def close(self) -> None:
         """Let nobody in any more, and send nothing."""
@@ -254,39 +260,16 @@ class PeerRing:
         line.close()
         raise ControlLost("the round is over")
 
-    def _repair(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
-        others = (partial(self._read, copy, address) for address in where)
-        return repair(view, copy.plan, copy.digest, others)
 
-    def _asked(self, mark: Mark, rank: int, address: Address) -> ProvedCopy | None:
-        try:
-            with closing(meet(address, self._greeting, self._place.node)) as line:
-                said, plan = line.ask({"is": "look", "mark": mark, "rank": rank})
-            if not said["digest"]:
-                return None
-            parsed = CopyPlan.parse(plan)
-        except (OSError, Garbled, ControlLost, ValueError, KeyError):
-            return None
-        return ProvedCopy(mark, parsed, parsed.size, str(said["digest"]))
-
-    def _read(
-        self, copy: ProvedCopy, address: Address, ranges: Sequence[Range]
-    ) -> Iterator[tuple[int, bytes]]:
-        asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
-        try:
-            with closing(meet(address, self._greeting, self._place.node)) as line:
-                for low, high in merged(ranges, PIECE_BYTES):
-                    content = line.ask(asked | {"low": low, "high": high})[1]
-                    if len(content) != high - low:
-                        return
-                    yield low, content
-        except (OSError, Garbled, ControlLost):
-            return
-
-    def _others(self, addresses: Sequence[PeerAddress]) -> list[Address]:
-        return [
-            (str(address[0]), int(address[1])) for address in addresses if list(address) != self.at
-        ]
+def _read(line: CopyLine, view: memoryview, copy: ProvedCopy) -> bool:
+    """Write another node's copy into memory; return whether it is whole then."""
+    asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
+    try:
+        for low, high in pieces(copy.size, PIECE_BYTES):
+            view[low:high] = line.ask(asked | {"low": low, "high": high})[1]
+    except LOST:  # also where it says another number of bytes
+        return False
+    return is_whole(view, copy.plan, copy.digest)
 
 
 def replica_peers_of(switches: Sequence[str]) -> tuple[int, ...]:

@@ -350,7 +350,6 @@ class ReplicaRound:
             "held": lambda: self._send_held(peer),
             "facts": lambda: self._send_facts(peer, Mark(*head["mark"]), head["ranks"]),
             "open": lambda: self._open(peer, Mark(*head["mark"]), head["rank"], head["at"]),
-            "repair": lambda: self._repair(peer, Mark(*head["mark"]), head["rank"], head["at"]),
             "why": lambda: send(peer, {"why": self._why_off[:1000]}),
         }
         acts[str(head.get("is"))]()
@@ -364,9 +363,8 @@ class ReplicaRound:
             self._copies.keep_only(mark)
 
     def _send_held(self, peer: socket.socket) -> None:
-        own, guests = self._copies.held()
         at = self._ring.at if self._ring is not None else None
-        _send_text(peer, {"held": own, "guests": guests, "bytes": self._copies.nbytes, "at": at})
+        _send_text(peer, {"held": [*self._copies.held(), at, self._copies.nbytes]})
 
     def _room(self, peer: socket.socket, local: int, nbytes: int) -> None:
         """Memory for a rank's copies; where there is too little of it, no rank makes any."""
@@ -472,12 +470,6 @@ class ReplicaRound:
             send(peer, {"is": "none", "why": why})
         else:
             send(peer, {"is": "copy"}, (there.arena.fd,))
-
-    def _repair(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
-        there, is_whole = self._copies.find(mark, rank), False
-        if there is not None and self._ring is not None:
-            is_whole = self._ring.repair(there, at)
-        send(peer, {"whole": is_whole})
 
 
 def _send_text(peer: socket.socket, value: dict[str, Any]) -> None:

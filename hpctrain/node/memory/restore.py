@@ -24,11 +24,10 @@ from hpctrain.node.memory.replica_client import ReplicaServerLost
 from hpctrain.node.memory.slots import Inventory, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from hpctrain.checkpoint.format.index import ChunkIndex
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.checkpoint.format.reader import Target
     from hpctrain.core.world import World
     from hpctrain.node.memory.replica_client import ReplicaClient
     from hpctrain.node.memory.slots import Mark, PeerAddress
@@ -54,15 +53,13 @@ class NodesCopies:
         self._world, self._line = world, line
         self._table = b""
         self._addresses: dict[int, list[PeerAddress]] = {}
-        self._opened: set[int] = set()
-        """Ranks whose copies were read here."""
 
     def find(self, least_step: int) -> Iterator[FoundCheckpoint]:
         """See `checkpoint.tensors.restore.CopiesInMemory`. Collective."""
         inventories = gather(self._world, self._inventory())
         for choice in choose(inventories, least_step):
             self.mark, self.kept_by = choice.mark, choice.kept_by
-            self._addresses, self._opened = choice.addresses, set()
+            self._addresses = choice.addresses
             candidate = self._look(choice.mark, choice.world_size)
             if candidate is not None:
                 yield candidate
@@ -70,9 +67,11 @@ class NodesCopies:
 
     def source(self, candidate: FoundCheckpoint) -> CheckpointSource:
         """See `checkpoint.tensors.restore.CopiesInMemory`."""
-        if candidate.manifest is None:
+        manifest = candidate.manifest
+        if manifest is None:
             raise TornCheckpoint(candidate.problem or "manifest is missing")
-        return RepairedSource(self, candidate.path, candidate.manifest)
+        chunks = self.chunks(manifest)
+        return CheckpointSource(candidate.path, manifest, chunks, descriptor=self.open_file)
 
     def chunks(self, manifest: Manifest) -> ChunkIndex:
         """The chunk table of the copy that was looked at last.
@@ -82,32 +81,13 @@ class NodesCopies:
         """
         return index.parse(self._table, manifest)
 
-    def repair(self) -> bool:
-        """Repair all copies that were opened here from other nodes' memory. Not collective.
-
-        Returns:
-            Whether one of them has another copy, and all of them are whole then.
-        """
-        mark, line = self.mark, self._line
-        if mark is None or line is None:
-            return False
-        opened = [(rank, self._addresses.get(rank, [])) for rank in sorted(self._opened)]
-        if not any(len(addresses) > 1 for _, addresses in opened):
-            return False
-        try:
-            whole = [line.repair(mark, rank, addresses) for rank, addresses in opened]
-        except ReplicaServerLost:
-            return False
-        return all(whole)
-
     def _inventory(self) -> Inventory:
         if self._line is None or not self._line.is_first:
             return Inventory()
         try:
-            held = self._line.held()
+            return self._line.held()
         except ReplicaServerLost:
             return Inventory()
-        return Inventory(held.own, held.guests, held.address)
 
     def _look(self, mark: Mark, world_size: int) -> FoundCheckpoint | None:
         """What a checkpoint of this step would say; None where its facts are not whole."""
@@ -148,37 +128,7 @@ class NodesCopies:
             raise TornCheckpoint(f"{path.name} cannot be had: {error}") from error
         if handle is None:
             raise TornCheckpoint(f"{path.name} cannot be had whole from any node's memory")
-        self._opened.add(rank)
         return handle
-
-
-class RepairedSource(CheckpointSource):
-    """A copy in memory to read from; damage is repaired once, if another node has the bytes."""
-
-    def __init__(self, copies: NodesCopies, path: Path, manifest: Manifest) -> None:
-        """Read nothing yet; `path` is for messages."""
-        super().__init__(path, manifest, copies.chunks(manifest), descriptor=copies.open_file)
-        self._copies = copies
-
-    def read(
-        self,
-        targets: Sequence[Target],
-        *,
-        threads: int = 1,
-        on_bytes: Callable[[int], object] | None = None,
-    ) -> int:
-        """See `CheckpointSource.read`."""
-        try:
-            return super().read(targets, threads=threads, on_bytes=on_bytes)
-        except TornCheckpoint as damage:
-            if not self._copies.repair():
-                raise
-            log.warning("a copy in memory was repaired from another node's: %s", damage)
-        chunks = self._copies.chunks(self.manifest)  # anew: the old one may know a bad proof
-        repaired = CheckpointSource(
-            self.path, self.manifest, chunks, descriptor=self._copies.open_file
-        )
-        return repaired.read(targets, threads=threads)
 
 
 def _joined_or_none(facts: dict[int, list[Any]], world_size: int) -> tuple[Manifest, bytes] | None:

@@ -179,11 +179,13 @@ class Inventory(NamedTuple):
         own: Whole copies of this node's ranks.
         guests: Whole copies of other nodes' ranks.
         address: Where it gives them to others; None where it does not.
+        nbytes: Memory that is taken for copies, of whatever rank.
     """
 
     own: Sequence[HeldCopy] = ()
     guests: Sequence[HeldCopy] = ()
     address: PeerAddress | None = None
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,10 +212,9 @@ def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice
     step, memory is taken.
     """
     plain = [
-        Inventory(
-            [HeldCopy(*copy) for copy in node.own],
-            [HeldCopy(*copy) for copy in node.guests],
-            node.address,
+        node._replace(
+            own=[HeldCopy(*copy) for copy in node.own],
+            guests=[HeldCopy(*copy) for copy in node.guests],
         )
         for node in (Inventory(*of) for of in inventories)
     ]

@@ -40,7 +40,7 @@ from hpctrain.node.agent import (
 )
 from hpctrain.node.agent.resume import StopHeard
 from hpctrain.node.agent.rounds import RoundPart
-from hpctrain.node.control.heartbeat import HeartbeatSeen
+from hpctrain.node.control.heartbeat import PHASES, HeartbeatSeen
 from tests.support.simulation.kernel import EPOCH_S, MachineClock
 from tests.support.simulation.stores import PrefixStore, Store, StoreProcess
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from hpctrain.node.agent.rounds import RoundEnd
     from hpctrain.node.hangs.evidence import RankEvidence
-    from hpctrain.node.hangs.look import RankProcess
     from tests.support.simulation.job import Job, Node
     from tests.support.simulation.ranks import Rank
 
@@ -260,7 +259,7 @@ def _heartbeats(job: Job, here: Node) -> list[HeartbeatSeen]:
             rank.number,
             rank.pid if rank.state != "starts" else 0,
             rank.step,
-            rank.phase if rank.state != "starts" else 0,
+            PHASES[rank.phase] if rank.state != "starts" else "",
             rank.step == 0,
             None,
             round(rank.since_s * 1e9) + rank.frame,
@@ -270,13 +269,13 @@ def _heartbeats(job: Job, here: Node) -> list[HeartbeatSeen]:
     ]
 
 
-def _look(job: Job, here: Node, seen: Sequence[RankProcess]) -> list[RankEvidence]:
+def _look(job: Job, here: Node, seen: Sequence[tuple[int, RankEvidence]]) -> list[RankEvidence]:
     job.looks_at_s.append(job.simulation.now_s)
     job.simulation.sleep(job.simulation.random.uniform(0.0, LOOK_S))
     by_number = {rank.number: rank for rank in here.round_ranks()}
     return [
         by_number[one.rank].attempt.evidence(by_number[one.rank])
-        for one in seen
+        for _, one in seen
         if one.rank in by_number
     ]
 
@@ -365,11 +364,10 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
             node_reports.LifeWatch, look_at=job.uses)),
         (hang_watch, "Board", SimpleNamespace(open=lambda _path: _board(here()))),
         (hang_watch, "heartbeat", SimpleNamespace(
-            read=lambda _board: _heartbeats(job, here()),
-            phase_name=lambda _folder, _rank, phase: job.phase_name(phase))),
+            read=lambda _board: _heartbeats(job, here()))),
         (hang_watch, "read_counts", lambda _board: job.counts(here())),
         (hang_watch, "uses", job.used),
-        (hang_watch, "look", lambda _folder, _name, seen: _look(job, here(), seen)),
+        (hang_watch, "look", lambda _folder, seen: _look(job, here(), seen)),
         (hang_watch, "replace_text", lambda _path, text: job.wrote(text)),
         (stop_notice, "stop_is_asked", lambda _request, _job_id: job.is_stop_asked),
     ]  # fmt: skip

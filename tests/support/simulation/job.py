@@ -18,7 +18,6 @@ from hpctrain.node.agent.rounds import NothingToResume, RoundHooks, RoundPart
 from hpctrain.node.agent.signals import Arrival
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from hpctrain.node.agent.stop_notice import StopNotice
-from hpctrain.node.control.heartbeat import PHASES
 from hpctrain.node.hangs.verdict import Used
 from tests.support.agent_parts import NO_LOOKS
 from tests.support.simulation import agents
@@ -435,10 +434,6 @@ class Job:
         if self.is_scheduler_silent:
             raise ClusterUnreachable("silent")
         return self.scheduler
-
-    def phase_name(self, phase: int) -> str:
-        """Of a phase by number."""
-        return PHASES[phase]
 
     def counts(self, node: Node) -> list[dict[int, int]]:
         """How many collectives each rank has called at which tick."""

@@ -143,6 +143,13 @@ def test_a_crash_in_native_code_is_told_as_any_other_traceback(tmp_path):
     assert (report.summary, report.traceback) == ("killed by SIGSEGV", WHERE)
 
 
+def test_of_threads_with_frames_the_one_that_crashed_is_told(tmp_path):
+    begin, other, crashing, end = CRASHED.split("\n\n")
+    text = f"{begin}\n\n{crashing}\n\n{other}\n\n{end}"
+
+    assert crashed(tmp_path, text).traceback == WHERE
+
+
 def test_a_thread_without_python_is_told_by_what_the_main_thread_did(tmp_path):
     text = """Fatal Python error: Aborted
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from hpctrain.core.base.text import fold_ranks
-from hpctrain.node.agent.node_reports import CPU_SHARE, IO_BYTES, LifeWatch, Use, in_words, uses
+from hpctrain.node.agent.node_reports import LifeWatch, in_words, uses
+from hpctrain.node.hangs.verdict import COMPUTES, IO_BYTES, Used
 
 LIMIT_S = 300.0
 
@@ -19,7 +20,7 @@ class Machine:
 
     def __init__(self, *pids: int) -> None:
         self.now = 1000.0
-        self.used = {pid: Use(10.0, 0) for pid in pids}
+        self.used = {pid: Used(10.0, 0) for pid in pids}
         self.watch = LifeWatch(
             LIMIT_S, clock=lambda: self.now, look_at=lambda pids: {p: self.used[p] for p in pids}
         )
@@ -29,7 +30,7 @@ class Machine:
         life = "alive"
         for _ in range(round(seconds)):
             self.now += 1
-            self.used[of] = Use(self.used[of].cpu_s + cpu_s, self.used[of].io_bytes + io_bytes)
+            self.used[of] = Used(self.used[of].cpu_s + cpu_s, self.used[of].io_bytes + io_bytes)
             life = self.watch.look(list(self.used), list(logs))
         return life
 
@@ -43,7 +44,7 @@ def test_what_does_nothing_is_quiet_and_then_still():
 
 
 @pytest.mark.parametrize(
-    "use", [{"cpu_s": 2 * CPU_SHARE}, {"io_bytes": IO_BYTES // 2}], ids=["computes", "writes"]
+    "use", [{"cpu_s": 2 * COMPUTES}, {"io_bytes": IO_BYTES // 2}], ids=["computes", "writes"]
 )
 def test_one_that_works_keeps_all_alive(use):
     machine = Machine(1, 2)
@@ -53,7 +54,7 @@ def test_one_that_works_keeps_all_alive(use):
 
 def test_a_thread_that_looks_now_and_then_is_no_life():
     machine = Machine(1, 2)
-    assert machine.after(310, cpu_s=0.5 * CPU_SHARE, io_bytes=1000) == "still"
+    assert machine.after(310, cpu_s=0.5 * COMPUTES, io_bytes=1000) == "still"
 
 
 def test_a_line_in_a_log_is_life(tmp_path):
@@ -73,7 +74,7 @@ def test_that_another_rank_returns_is_life():
 def test_a_child_that_ends_is_life():
     machine = Machine(1)
     machine.after(290)
-    machine.used[1] = Use(3.0, 0)
+    machine.used[1] = Used(3.0, 0)
     assert machine.after(20) == "alive"
 
 
@@ -85,7 +86,7 @@ def test_a_process_is_seen_with_all_that_it_has_started():
         while uses([parent.pid])[parent.pid].cpu_s < before.cpu_s + 0.5:
             pass
         os.killpg(parent.pid, 9)
-    assert uses([parent.pid])[parent.pid] == Use(0.0, 0), "gone"
+    assert uses([parent.pid])[parent.pid] == Used(0.0, 0), "gone"
 
 
 def test_who_has_not_returned_is_named():

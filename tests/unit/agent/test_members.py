@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.node.agent.in_place import OFTEN_S, RankDeaths, RoundSize, choose_members, round_size
+from hpctrain.node.agent.in_place import OFTEN_S, RoundSize, choose_members, dies_often, round_size
 
 NODES = st.integers(1, 12)
 
@@ -54,9 +54,9 @@ def test_how_many_nodes_train(nodes, allocated, spares, shrinks, expected):
 
 
 def test_a_node_is_bad_whose_ranks_die_twice_within_an_hour():
-    deaths = RankDeaths()
+    deaths = {}
 
-    assert not deaths.note(1, 0.0)
-    assert not deaths.note(2, 1.0)
-    assert not deaths.note(1, OFTEN_S)
-    assert deaths.note(1, 2 * OFTEN_S - 1)
+    assert not dies_often(deaths, 1, 0.0)
+    assert not dies_often(deaths, 2, 1.0)
+    assert not dies_often(deaths, 1, OFTEN_S)
+    assert dies_often(deaths, 1, 2 * OFTEN_S - 1)

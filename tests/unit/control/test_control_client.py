@@ -286,7 +286,7 @@ def test_a_failure_that_an_agent_reports_reaches_every_rank(tree):
         exchange = client.exchange(30)
         exchange.gather(0)
         if client.rank == 5:
-            tree.nodes[2].fail("n2: rank 5 is gone")
+            tree.nodes[2].ask({"fail": "n2: rank 5 is gone"})
         return exchange.gather(1)
 
     assert {str(error) for error in every(act, tree)} == {"n2: rank 5 is gone"}

@@ -81,11 +81,9 @@ def test_an_address_that_is_not_this_nodes_is_one_clear_loss_and_the_process_goe
         assert process.begin(place, secret="s", about="round 0", address="127.0.0.1") > 0
 
 
-def test_before_a_round_was_begun_there_is_nothing_to_join_or_to_fail():
-    with NodeProcess() as process:
-        for tell in (lambda: process.join("127.0.0.1", 1), lambda: process.fail("why")):
-            with pytest.raises(ControlLost, match="no round was begun"):
-                tell()
+def test_before_a_round_was_begun_there_is_nothing_to_join():
+    with NodeProcess() as process, pytest.raises(ControlLost, match="no round was begun"):
+        process.join("127.0.0.1", 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGXCPU])
@@ -97,7 +95,7 @@ def test_how_the_process_has_ended_is_told_as_often_as_one_asks(number):
         told = f"was killed by {number.name}"
         assert (process.end(), process.end()) == (told, told)
         with pytest.raises(ControlLost, match="the process that carries the ranks' agreement: "):
-            process.fail("why")
+            process.join("127.0.0.1", 1)
 
 
 def test_signals_that_slurm_sends_to_every_process_of_a_step_do_not_end_it(memory):
@@ -111,7 +109,7 @@ def test_signals_that_slurm_sends_to_every_process_of_a_step_do_not_end_it(memor
             signal.SIGHUP,
         ):
             os.kill(process.pid, number)
-        process.fail("it still does what it is told")
+        begun(process)
         assert process.end() == ""
 
 
@@ -121,7 +119,7 @@ def test_a_process_that_does_not_answer_is_a_loss(memory, monkeypatch):
         begun(process)
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(ControlLost, match=r"did not answer for 0\.1 s"):
-            process.fail("why")
+            process.join("127.0.0.1", 1)
 
 
 def test_what_was_stopped_may_be_stopped_again(memory):

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from hpctrain.node.control.heartbeat import HeartbeatSeen
 from hpctrain.node.hangs.standing import (
     HangLimits,
-    RankHeartbeat,
     Stand,
     Standing,
     in_words,
@@ -36,7 +36,7 @@ def standing(clock):
 
 
 def heartbeat(mark=1, phase="step", rank=0, *, is_first=False, limit_s=None, step=3):
-    return RankHeartbeat(rank, step, phase, is_first, limit_s, mark)
+    return HeartbeatSeen(rank, 1, step, phase, is_first, limit_s, mark, 0.0)
 
 
 def stays(standing, clock, seconds, one):

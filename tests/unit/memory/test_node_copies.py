@@ -21,7 +21,7 @@ def copy_of(step):
     content[plan.head : plan.head + sum(plan.sizes)] = values_of(step, 0, sum(plan.sizes))
     ends = shard.proof(head, digests_of(memoryview(content), plan))
     content[plan.size - len(ends) :] = ends
-    return ProvedCopy(Mark(1, step), plan, plan.size, shard.proof_digest(ends)), bytes(content)
+    return ProvedCopy(Mark(1, step), plan, shard.proof_digest(ends)), bytes(content)
 
 
 @pytest.fixture

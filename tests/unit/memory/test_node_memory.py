@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.node.agent import control
 from hpctrain.node.agent.control import NodeMemory
+from hpctrain.node.control import node_process
 from hpctrain.node.control.node_server import TreePlace
 from hpctrain.node.memory.replica_client import ReplicaClient
 from tests.support.processes import alive
@@ -26,7 +26,7 @@ class Store:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_next_round_has_another_one(monkeypatch, capsys, signum):
-    monkeypatch.setattr(control, "BEGIN_S", 1.0)
+    monkeypatch.setattr(node_process, "BEGIN_S", 1.0)
     memory, store = NodeMemory("secret"), Store()
     try:
         with tempfile.TemporaryDirectory(prefix="hpct-") as name:
@@ -45,4 +45,4 @@ def test_the_next_round_has_another_one(monkeypatch, capsys, signum):
 
     assert store.port
     assert not alive(first)
-    assert "copies in memory are lost: " in capsys.readouterr().err
+    assert "another one takes its place, and copies in memory are lost" in capsys.readouterr().err

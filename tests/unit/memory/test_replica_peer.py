@@ -15,7 +15,7 @@ from hpctrain.node.control.wire import Codes, Garbled, Greeting
 from hpctrain.node.memory import copy_line
 from hpctrain.node.memory.copy_line import CopyLine, CopyListener, meet
 from hpctrain.node.memory.replica_peer import replica_peers_of
-from hpctrain.node.memory.slots import HeldCopy, Inventory, Mark, choose
+from hpctrain.node.memory.slots import HeldCopy, Mark, choose
 from tests.support.replica_servers import (
     ROOM,
     ReplicaServers,
@@ -46,8 +46,7 @@ def settled_by_all(lines, step):
 
 def choices(lines, least_step=0):
     """What all nodes together can go on from, as `restore.NodesCopies` asks them."""
-    held = [line.held() for line in lines if line.is_first]
-    return choose([Inventory(node.own, node.guests, node.address) for node in held], least_step)
+    return choose([line.held() for line in lines if line.is_first], least_step)
 
 
 def content(line, choice, rank):
@@ -225,19 +224,6 @@ def test_a_bit_that_flips_after_the_proof_is_not_sent_on(job, caplog):
     assert not lines[0].is_off, "such a step is left out, and the next one is not"
     assert "step 20 is not on another node: its bytes are not those" in caplog.text
     covered_by_all(lines, 30)
-
-
-def test_flipped_bits_in_memory_are_mended_from_the_other_copy(job):
-    covered_by_all(ready(job), 20)
-    newest = choices(job.lines)[0]
-    dice = random.Random(3)
-    for _ in range(30):
-        rank = dice.randrange(6)
-        view = memory(job, rank // 2, rank, newest.mark)
-        view[dice.randrange(len(view))] ^= 1 << dice.randrange(8)
-
-        assert job.lines[rank].repair(newest.mark, rank, newest.addresses[rank])
-        assert content(job.lines[rank], newest, rank) == expected(20, rank)
 
 
 def test_a_bad_copy_is_not_fetched_where_it_is_the_only_one(job):

@@ -56,7 +56,7 @@ def test_copies_of_all_ranks_make_a_step_covered_again_and_again(one):
     for step in range(10, 110, 10):
         covered_by_all(lines, step)
 
-    held, nbytes, _, _ = lines[0].held()
+    held, _, _, nbytes = lines[0].held()
     assert {copy.step for copy in held} <= {90, 100}
     assert {copy.rank for copy in held if copy.step == 100} == {0, 1}
     assert nbytes >= 4 * ROOM

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.core.testing.faults import armed
 from hpctrain.node.memory.replica_client import ReplicaServerLost
-from hpctrain.node.memory.slots import Inventory, choose
+from hpctrain.node.memory.slots import choose
 from tests.support.replica_servers import (
     ReplicaServerProcesses,
     plan_of,
@@ -76,8 +76,7 @@ def lost_of(job):
 
 
 def choices(lines):
-    held = [line.held() for line in lines]
-    return choose([Inventory(node.own, node.guests, node.address) for node in held], 0)
+    return choose([line.held() for line in lines], 0)
 
 
 def assert_whole(lines, choice):

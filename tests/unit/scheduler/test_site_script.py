@@ -370,7 +370,7 @@ def test_the_script_is_told_whether_checkpoints_are_evaluated(
 ):
     (tmp_path / "spec.json").write_text(text)
     monkeypatch.setattr(slurm_batch, "exports", lambda *_: {})
-    monkeypatch.setattr(slurm_batch, "_is_held_back", lambda _root: False)
+    monkeypatch.setattr(slurm_batch, "_is_held_back", lambda _root, _spec: False)
 
     assert slurm_batch.main(["before", str(tmp_path), "tok"]) == 0
     assert capsys.readouterr().out == f"hpctrain_evaluate={said}\n"
@@ -391,7 +391,7 @@ def test_the_script_is_told_whether_the_run_outlives_its_nodes(
     settings = {} if alive is None else {"alive": alive}
     (tmp_path / "spec.json").write_text(json.dumps({"settings": settings}))
     monkeypatch.setattr(slurm_batch, "exports", lambda *_: {})
-    monkeypatch.setattr(slurm_batch, "_is_held_back", lambda _root: False)
+    monkeypatch.setattr(slurm_batch, "_is_held_back", lambda _root, _spec: False)
 
     assert slurm_batch.main(["before", str(tmp_path), "tok"]) == 0
     assert ("hpctrain_alive=1" in capsys.readouterr().out) is said
