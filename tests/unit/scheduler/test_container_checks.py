@@ -30,7 +30,7 @@ from hpctrain.core.settings.schema import ContainerSettings, Settings, SlurmSett
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
 from tests.support import users
 from tests.unit.scheduler.test_container import RUN, make_spec
-from tests.unit.scheduler.test_image_file import archive, oci, sif
+from tests.unit.scheduler.test_image_file import sif
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 ORIGINS = {"container.image": "flag --set", "container.runtime": "hpctrain.toml:3"}
@@ -166,12 +166,6 @@ def test_of_nodes_of_two_kinds_one_is_enough_and_it_is_said(tmp_path, runtimes):
     _, notes = look(make("x.sif"), tmp_path, accounting=asked("x86_64", "aarch64"))
     assert notes == [("flag --set: container.image is for aarch64; some nodes of the default "
                      "partition are x86_64")]  # fmt: skip
-
-
-def test_an_image_for_several_machines_fits_each(tmp_path, runtimes):
-    (tmp_path / "x.tar").write_bytes(archive(oci("arm64", "amd64")))
-    settings = make("oci-archive:x.tar")
-    assert look(settings, tmp_path, accounting=asked("x86_64")) == (settings, [])
 
 
 def test_elsewhere_than_on_a_login_node_nothing_is_refused(tmp_path, monkeypatch):
