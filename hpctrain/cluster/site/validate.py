@@ -489,7 +489,6 @@ def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
         *facts(site),
         *environment(site),
         *_settings(site),
-        *_lock(site),
     ]
     files = {site_file.path: number for number, site_file in enumerate(site.files)}
 
@@ -613,17 +612,3 @@ def _fits(site: Site, name: str) -> Iterator[Said]:
                     f"is {given['nodes']}, and {name} takes {limits.max_nodes} nodes at most; "
                     "write that",
                 )
-
-
-def _lock(site: Site) -> Iterator[Said]:
-    """Locks of what the preset does not say: they hold a value that is not there."""
-    for key in site.lock.keys:
-        held = any(
-            dotted(path) == key or dotted(path).startswith(f"{key}.") for path in site.leaves
-        )
-        if not held:
-            yield warning(
-                ("lock", "keys"),
-                f"{key} is locked and has no value here, so users cannot set it at all; give it "
-                "one, or take the lock away",
-            )

@@ -260,12 +260,6 @@ def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["submit", "resume", "check"])
-def test_the_way_round_a_lock_is_told_by_the_lock_alone(capsys, name):
-    assert run_main(name, "--help") == 0
-    assert "--allow-locked" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [["--json"], ["-x", "--json"]])
 def test_an_error_is_json_too_for_who_asked_for_json(capsys, words):
     code = run_main("status", "none", *words)
