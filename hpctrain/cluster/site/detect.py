@@ -17,13 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.site.load import (
-    PROJECT_FILE,
-    identities,
-    load_site,
-    project_name,
-    require_usable,
-)
+from hpctrain.cluster.site.load import identities, load_site, require_usable
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -126,16 +120,12 @@ def detect(sites: Iterable[Site], here: Surroundings) -> Detected | None:
 
 
 def choose(
-    name: str | None,
-    environ: Mapping[str, str],
-    surroundings: Surroundings,
-    *,
-    project: Path | None = None,
+    name: str | None, environ: Mapping[str, str], surroundings: Surroundings
 ) -> tuple[Site | None, str]:
     """The site to use, and how it was chosen, in words for the user.
 
-    "none" is no site at all, None looks for one. The project's site.toml is the site where no other
-    is known. The surroundings are not touched where a site was named.
+    "none" is no site at all, None looks for one. The surroundings are not touched where a site was
+    named.
 
     Raises:
         NotFound: the named site is not there.
@@ -144,19 +134,14 @@ def choose(
     if name == NO_SITE:
         return None, "no site, as asked for"
     if name:
-        site = load_site(name, environ=environ, project=project)
+        site = load_site(name, environ=environ)
         require_usable(site)
         return site, f"site {site.name}, as named"
-    detected = detect(identities(environ, project=project), surroundings)
+    detected = detect(identities(environ), surroundings)
     match = detected.require_one() if detected else None
     if match is not None:
-        site = load_site(match.name, environ=environ, project=project)
+        site = load_site(match.name, environ=environ)
         return site, f"site {site.name}, because {match.reasons[0]} (--site none for no site)"
-    own = project_name(project)
-    if own is not None:
-        site = load_site(own, environ=environ, project=project)
-        require_usable(site)
-        return site, f"site {own}, from {PROJECT_FILE} beside the settings"
     passed = detected.matches[0] if detected else None
     if passed is not None:
         return (

@@ -414,7 +414,7 @@ def _below(key: Key, at: str) -> list[str]:
 FORMAT = 1
 """Of what `as_plain` gives."""
 
-PACKAGED, SYSTEM, USER, PROJECT = "packaged", "system", "user", "project"
+PACKAGED, SYSTEM, USER = "packaged", "system", "user"
 GIVEN = "file"
 """The layer of a site that was named by its file."""
 
@@ -436,7 +436,7 @@ class PresetValue:
 
     value: Any
     layer: str
-    """packaged, system, user, project; "file" where the site was named by its file."""
+    """packaged, system, user; "file" where the site was named by its file."""
     file: str
     line: int
     """Counted from 1; 0 where it is not known."""

@@ -598,3 +598,16 @@ def test_setup_lines_of_the_preset_that_a_users_own_replace_are_named(tmp_path):
     assert note.startswith("flag --set slurm.setup: slurm.setup replaces that of site juniper (")
     assert note.endswith("and lacks of it: ulimit -l unlimited")
     assert said('slurm.setup=["source plugin.sh", "ulimit -l unlimited", "more"]') == []
+
+
+def test_a_site_file_beside_the_settings_must_be_named_and_is_not_passed_over_in_silence(work):
+    (work / "site.toml").write_text("[slurm]\naccount_required = false\nmpi = 'pmix'\n")
+    environ = shell(work)
+
+    alone = ask(work, environ=environ, site=None)
+    named = ask(work, environ=environ, site=str(work / "site.toml"))
+
+    assert alone.spec.preset is None
+    assert [note for note in alone.notes if note.startswith("site.toml is not used: name it")]
+    assert named.spec.preset["slurm"]["mpi"] == "pmix"
+    assert not [note for note in named.notes if "is not used" in note]
