@@ -11,7 +11,7 @@ import json
 import re
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -272,9 +272,6 @@ class ClusterFacts:
     partitions: tuple[PartitionFacts, ...] = ()
     preempt_type: str = ""
     """preempt/none, preempt/partition_prio, preempt/qos."""
-    qos_preemption: tuple[str, ...] = ()
-    """With preempt/qos, in words: who preempts whom, how."""
-    exempt_s: int = 0
     job_requeue: bool | None = None
     kill_wait_s: int | None = None
     send_user_signal: bool | None = None
@@ -282,10 +279,6 @@ class ClusterFacts:
     """For which a requeued job waits."""
     select_type: str = ""
     has_gpus: bool = False
-    accounts: tuple[str, ...] = ()
-    """Those of the user who asks."""
-    unasked: tuple[str, ...] = field(default=())
-    """What could not be asked, in words."""
 
 
 SOURCE = "slurm"
@@ -301,14 +294,13 @@ def site_name(cluster: str) -> str:
 
 def draft(facts: ClusterFacts, *, name: str, today: str) -> str:
     """The text of a preset that says what SLURM says, each value with its source."""
-    reported_by = f"scontrol and sacctmgr of {facts.name}, SLURM {facts.version}, {today}"
+    reported_by = f"scontrol of {facts.name}, SLURM {facts.version}, {today}"
     lines = [
         f"# A draft from SLURM {facts.version} itself, made by `hpctrain sites init --from-slurm`.",
         "# What SLURM does not tell is left out: unknown stays unknown. To do:",
         "#   contact       who answers for this file",
         "#   [network]     `hpctrain sites probe --toml`, run on a compute node, prints a draft",
         "#   then          `hpctrain sites validate FILE` and `hpctrain check --site FILE`",
-        *(f"# Could not be asked: {what}" for what in facts.unasked),
         "",
         "schema = 1",
         f"name = {_text(name)}",
@@ -353,10 +345,7 @@ def _slurm(facts: ClusterFacts) -> list[str]:
         lines.append(
             f"# A requeued job waits {facts.requeue_wait_s} s (cred_expire): hpctrain help sites.md"
         )
-    if facts.accounts:
-        shown = ", ".join(facts.accounts[:3]) + (", ..." if len(facts.accounts) > 3 else "")  # noqa: PLR2004 - an example
-        lines.append(f"# account_required = true # if jobs without one are refused; yours: {shown}")
-    return [*lines, ""]
+    return [*lines, "# account_required = true # if jobs without an account are refused", ""]
 
 
 def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
@@ -394,8 +383,7 @@ def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
 
 def _preemption(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
     if facts.preempt_type == "preempt/qos":
-        words = [f"# {line}" for line in facts.qos_preemption]
-        return ['mode = "unknown" # it depends on the quality of service:', *words]
+        return ['mode = "unknown" # it depends on the quality of service']
     if not partition.preempt_mode:
         return ['mode = "none"']
     mode = _text(_MODES.get(partition.preempt_mode, "unknown"))
@@ -407,8 +395,6 @@ def _preemption(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
         lines.append('signal = "SIGUSR2" # the one that the job asked for with --signal')
     elif partition.grace_s or facts.kill_wait_s:
         lines.append('signal = "SIGTERM"')
-    if facts.exempt_s:
-        lines.append(f"exempt_s = {facts.exempt_s}")
     return lines
 
 

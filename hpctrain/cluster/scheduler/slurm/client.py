@@ -189,7 +189,7 @@ class SlurmCluster(Cluster):
         return render_script(spec, run, token)
 
     def facts(self) -> ClusterFacts:
-        """By scontrol, and sacctmgr where it answers."""
+        """By scontrol."""
         from hpctrain.cluster.scheduler.slurm.facts import ask_cluster
 
         return ask_cluster()
@@ -295,14 +295,6 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm.facts import ask_waits
 
         return ask_waits(getpass.getuser())
-
-    def own_limits(self) -> list[str]:
-        """By sshare and sacctmgr, at once."""
-        import getpass
-
-        from hpctrain.cluster.scheduler.slurm.facts import ask_own_limits
-
-        return ask_own_limits(getpass.getuser())
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """By the limits of its partitions; of several the one that allows most."""

@@ -163,20 +163,8 @@ def _explained(info: JobInfo, priority: str) -> JobInfo:
 
 def queued_job(row: Sequence[str]) -> JobInfo:
     """The login node's view of one row of squeue in BULK_FORMAT."""
-    job_id, word, nodes, start, end, priority, reason, command = row
-    state = parse_state(word)
-    info = JobInfo(
-        job_id=job_id,
-        state=job_state(state),
-        said=state,
-        alive=is_alive(state),
-        reason=_or_none(reason),
-        nodes=_or_none(nodes) or "",
-        start_time=parse_time(start),
-        end_time=parse_time(end),
-        script=_or_none(command) or "",
-    )
-    return _explained(info, priority)
+    names = ("JobId", "JobState", "NodeList", "StartTime", "EndTime", "Priority", "Reason")
+    return job_info(dict(zip((*names, "Command"), row, strict=True)))
 
 
 def job_facts(record: Mapping[str, str]) -> JobFacts:
