@@ -367,7 +367,8 @@ def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
         "mem_gib": round(partition.mem_mib / 1024, 1) if partition.mem_mib else None,
         "max_time": partition.max_time or None,
         "min_nodes": partition.min_nodes if partition.min_nodes > 1 else None,
-        "max_nodes": partition.nodes if partition.max_nodes is None else partition.max_nodes,
+        "max_nodes": (partition.nodes if partition.max_nodes is None else partition.max_nodes)
+        or None,
         "exclusive": partition.exclusive or None,
     }
     lines += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]

@@ -157,11 +157,13 @@ class Partition(Table):
     description: str = field("", "what it is for")
     gpus_per_node: int | None = field(None, "GPUs of a node")
     gpu: str = field("", "their model")
-    cpus_per_node: int | None = field(None, "CPU cores that a job can use, not those there are")
-    mem_gib: float | None = field(None, "memory of a node that a job can use, GiB")
+    cpus_per_node: int | None = field(
+        None, "CPU cores that a job can use, not all of them", least=1
+    )
+    mem_gib: float | None = field(None, "memory of a node that a job can use, GiB", least=1)
     max_time: str = field("", "longest job, [days-]hours:minutes:seconds", pattern=TIME)
-    min_nodes: int | None = field(None, "fewest nodes of a job")
-    max_nodes: int | None = field(None, "most nodes of a job")
+    min_nodes: int | None = field(None, "fewest nodes of a job", least=1)
+    max_nodes: int | None = field(None, "most nodes of a job", least=1)
     walltime_bins: dict[str, str] = field(
         {},
         "nodes MIN-MAX (or MIN-) to the longest job of that size",
@@ -192,8 +194,8 @@ class Network(Table):
     hca_mode: str = field(
         "exact", "whether `hcas` are whole names or beginnings", choices=("exact", "prefix")
     )
-    rate_gbps: int | None = field(None, "of one adapter, Gb/s")
-    nics_per_node: int | None = field(None, "adapters of a node")
+    rate_gbps: int | None = field(None, "of one adapter, Gb/s", least=1)
+    nics_per_node: int | None = field(None, "adapters of a node", least=1)
     link_layer: str = field("", "of the adapters", choices=("", "InfiniBand", "Ethernet"))
     rendezvous_host: str = field(
         "", "name under which ranks reach the first node, e.g. {host}i; empty for its own"
@@ -267,7 +269,9 @@ class Storage(Table):
     flock: str = field(
         "unknown", "what flock(2) holds there", choices=("coherent", "local", "none", "unknown")
     )
-    purge_days: int | None = field(None, "days without access after which files are deleted")
+    purge_days: int | None = field(
+        None, "days without access after which files are deleted", least=1
+    )
     quota_cmd: str = field("", "the command that shows a user's quota")
 
 
@@ -292,7 +296,7 @@ class Baseline(Table):
         {}, "nodes to bus bandwidth of an all-reduce, GB/s (10^9 bytes)", keys=COUNT
     )
     size_mib: int | None = field(None, "size of that all-reduce, MiB")
-    tolerance: float = field(0.8, "a node group below this share of it is slow")
+    tolerance: float = field(0.8, "a node group below this share of it is slow", most=1)
 
 
 class Expect(Table):

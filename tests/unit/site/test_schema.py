@@ -104,6 +104,8 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(sheet, tex
         ("[slurm]\nsource = 3", "2): source is 3; it takes a name of [sources]"),
         ("schema = 2", "schema is 2, this hpctrain knows up to 1; use a newer hpctrain"),
         ("name = 'good'", 'name is "good" in a file that is called bad; give both the same'),
+        ("[partitions.g]\ncpus_per_node = 0", "cpus_per_node is 0; it takes at least 1"),
+        ("[baseline]\ntolerance = 1.5", "baseline.tolerance is 1.5; it takes at most 1"),
         ("[lock]\nkeys = []", "1): [lock] is not a table of a preset any more: users may override"),
     ],
 )  # fmt: skip
