@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 BOUNDED = ("tp", "pp", "ep", "cp", "dp_replicate")
 """Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
 
-_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 MESH_EXAMPLE = "--mesh tp=4,pp=2"
 NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
 BUILT_IN = {"wandb": "hpctrain.train.runtime.trackers:start"}
@@ -51,13 +50,14 @@ _TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{
 _MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
 
-def number_range(text: str, what: str, where: str) -> tuple[int, int]:
+def number_range(text: str, what: str, where: str, digits: int) -> tuple[int, int]:
     """Fewest and most of "N" or "MIN-MAX"; `what` names them in messages.
 
     Raises:
         UsageError: another form, fewer than 1, or MAX below MIN.
     """
-    match = _RANGE.fullmatch(text.strip())
+    number = rf"([0-9]{{1,{digits}}})"
+    match = re.fullmatch(rf"{number}(?:-{number})?", text.strip())
     if match is None:
         raise UsageError(f'{where}: "{text}" is not a number of {what}; it takes N or MIN-MAX')
     least = int(match[1])
@@ -73,12 +73,12 @@ def number_range(text: str, what: str, where: str) -> tuple[int, int]:
 
 def axis_range(text: str, *, where: str) -> tuple[int, int]:
     """The same of an axis of the mesh, in ranks."""
-    return number_range(text, "ranks", where)
+    return number_range(text, "ranks", where, digits=9)
 
 
 def node_range(text: str, *, where: str = "slurm.nodes") -> tuple[int, int]:
     """The same of nodes."""
-    return number_range(text, "nodes", where)
+    return number_range(text, "nodes", where, digits=6)
 
 
 def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> dict[str, range]:
