@@ -399,10 +399,6 @@ class Cluster(Protocol):
         """
         return settings, []
 
-    def check_settings(self, spec: Spec) -> list[Result]:
-        """What to warn of before a job, in a preflight."""
-        return []
-
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
         """The script of a job that looks at its nodes; "" where none is needed.
 

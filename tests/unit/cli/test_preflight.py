@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli, main
 from hpctrain.cluster.preflight.checks_between import ALL_UP_TO
-from hpctrain.cluster.scheduler.slurm.client import check_accepted, check_options
+from hpctrain.cluster.scheduler.slurm.client import check_accepted
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.launch.preflight import check_mount, check_room
 
@@ -49,12 +49,6 @@ def test_room_is_that_of_the_nearest_folder_that_is_there(tmp_path):
 
     assert str(tmp_path) in found.message
     assert "not/yet" not in found.message
-
-
-def test_options_that_a_run_which_comes_back_gets_along_with_badly_are_told():
-    found = check_options(["--open-mode=truncate", "--no-requeue", "--switches=1"])
-
-    assert [r.status for r in found] == ["warn", "warn"]
 
 
 @pytest.mark.parametrize(

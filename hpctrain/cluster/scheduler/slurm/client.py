@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
+from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, Result
 from hpctrain.cluster.scheduler.base import Accounting, Cluster, PreflightJob, StartEstimate
 from hpctrain.cluster.scheduler.slurm import limits
 from hpctrain.cluster.scheduler.slurm.command import (
@@ -270,10 +270,6 @@ class SlurmCluster(Cluster):
             settings, origins, site, folder=folder, environ=environ, accounting=accounting
         )
 
-    def check_settings(self, spec: Spec) -> list[Result]:
-        """Options of the user's own that go badly with a run that is started again."""
-        return check_options(spec.settings.slurm.extra)
-
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
         """The batch script."""
         return render_preflight(spec, run, token)
@@ -419,19 +415,6 @@ class BulkQuery(SlurmCluster):
 
 
 BODY = "preflight.sh"
-
-
-def check_options(extra: Sequence[str]) -> list[Result]:
-    """Options of the user's own that a run which is started again gets along with badly."""
-    results = []
-    for option in extra:
-        if option.replace(" ", "=") == "--open-mode=truncate":
-            text = "slurm.extra: --open-mode=truncate throws a job's output away at each requeue"
-            results.append(Result("options", WARN, text, [], "take it out"))
-        if option == "--no-requeue":
-            text = "slurm.extra: --no-requeue: a run that is preempted does not come back"
-            results.append(Result("options", WARN, text, [], "take it out"))
-    return results
 
 
 def check_accepted(script: Path, ask: Callable[[Sequence[str]], str]) -> list[Result]:

@@ -124,7 +124,7 @@ def _header_lines(
     flags = [*_requeue(site), *(["--exclusive"] if is_exclusive(settings, site) else [])]
     written = [*(f"--{option}={value}" for option, value in options if value), *flags]
     theirs = [_site_option(o, settings, site) for o in _more_options(settings, site, written)]
-    more = [*theirs, *map(_checked, settings.extra)]
+    more = [*theirs, *settings.extra]
     return [
         *(f"#SBATCH --{option}={quote(value)}" for option, value in options if value),
         *(f"#SBATCH {flag}" for flag in flags),
@@ -257,30 +257,6 @@ def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str
         raise UsageError(
             f"slurm.nodes is {settings.nodes}, and {site.where('slurm')} wants {option}, with "
             "which the job could not come back on fewer nodes: give one number of nodes"
-        )
-    return option
-
-
-def _checked(option: str) -> str:
-    """One of the user's own options, unless it keeps the job from coming back on fewer nodes."""
-    if not option.startswith("-"):
-        raise UsageError(
-            f"slurm.extra: {option!r} is not an option: give each as one string, e.g. --switches=1"
-        )
-    if _ELSEWHERE.match(option):
-        raise UsageError(
-            f"slurm.extra: {option!r} sends the job to another cluster, where nobody would find it "
-            "again: submit on a login node of that cluster"
-        )
-    if _ARRAY.match(option):
-        raise UsageError(
-            f"slurm.extra: {option!r} makes a job array, and a run is one job: submit each by "
-            "itself, with a --name of its own"
-        )
-    if _LAYOUT.fullmatch(option):
-        raise UsageError(
-            f"slurm.extra: {option!r} fixes the job's task layout, so it could not come back on "
-            "fewer nodes: use slurm.nodes, slurm.ranks_per_node and slurm.cpus_per_rank"
         )
     return option
 
