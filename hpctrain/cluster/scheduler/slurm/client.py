@@ -216,8 +216,9 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm import facts
 
         return Accounting(
-            *(facts.accounts, facts.qos, facts.cpus_per_gpu, facts.machines, facts.srun_help),
-            partitions=facts.partitions,
+            lambda: facts.of_user("Account"),
+            lambda: facts.of_user("QOS"),
+            *(facts.cpus_per_gpu, facts.machines, facts.srun_help, facts.partitions),
         )
 
     def check(

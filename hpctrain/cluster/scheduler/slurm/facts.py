@@ -60,14 +60,15 @@ def ask_cluster() -> ClusterFacts:
     return read_facts(config, partitions, nodes)
 
 
-def accounts() -> frozenset[str] | None:
-    """Accounts of the user; None where accounting cannot be asked or knows nothing of them."""
-    return _asked("Account")
+def of_user(column: str) -> frozenset[str] | None:
+    """What accounting says of the user in a column, such as Account or QOS.
 
-
-def qos() -> frozenset[str] | None:
-    """Qualities of service that the user has; None as for `accounts`."""
-    return _asked("QOS")
+    None where it cannot be asked, or knows nothing of them.
+    """
+    words = [*_ASSOCIATIONS, f"user={getpass.getuser()}", f"format={column}"]
+    text = _text_of(words, ACCOUNTING_TIMEOUT_S)
+    names = (name for line in text.splitlines() for name in line.strip().split(","))
+    return frozenset(filter(None, names)) or None
 
 
 def cpus_per_gpu(partition: str) -> int | None:
@@ -183,21 +184,6 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         select_type=settings.get("SelectType", ""),
         has_gpus="gpu" in settings.get("GresTypes", "").split(","),
     )
-
-
-def _asked(column: str) -> frozenset[str] | None:
-    try:
-        return frozenset(_column(column)) or None
-    except ClusterError:  # many sites have no accounting: SLURM itself refuses what is wrong then
-        return None
-
-
-def _column(name: str) -> set[str]:
-    text = run(
-        [*_ASSOCIATIONS, f"user={getpass.getuser()}", f"format={name}"],
-        timeout_s=ACCOUNTING_TIMEOUT_S,
-    )
-    return {word for line in text.splitlines() for word in line.strip().split(",") if word}
 
 
 def _chosen(partitions: str, partition: str) -> list[Record]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from hpctrain.cluster.scheduler.slurm.parse import (
     NOTHING,
     AccountRow,
+    names_of,
     parse_count,
     parse_state,
     parse_time,
 )
-from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.records import JobFacts, JobInfo, JobStart, JobState
 
 if TYPE_CHECKING:
@@ -214,14 +214,6 @@ def job_starts(rows: Sequence[AccountRow]) -> list[JobStart]:
     for row in rows:
         index = counted.get(row.job_id, 0)
         counted[row.job_id] = index + 1
-        state, nodes = job_state(row.state), _names(row.nodes)
+        state, nodes = job_state(row.state), ",".join(names_of(row.nodes))
         starts.append(JobStart(row.job_id, index, state, row.start, row.end, nodes))
     return starts
-
-
-def _names(nodes: str) -> str:
-    """A node list as host names; as it is where it cannot be read."""
-    try:
-        return ",".join(expand_nodes(nodes))
-    except ValueError:
-        return nodes
