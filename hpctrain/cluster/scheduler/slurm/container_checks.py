@@ -14,15 +14,14 @@ import platform
 import re
 import shutil
 import stat
-import tomllib
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.scheduler.slurm.container import mounts_of, runtime_of
 from hpctrain.cluster.scheduler.slurm.script import module_lines
-from hpctrain.core.base.files import open_plain, read_text
+from hpctrain.core.base.files import open_plain
 from hpctrain.core.settings.schema import Settings, replaced
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.errors import ChecksFailed, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -133,7 +132,6 @@ _WRITABLE = frozenset({"-w", "--write", "-W", "--write-fake", "--home"})
 """With these ch-run makes a mount's place by itself, or may have it."""
 _HOSTS = ("/dev", "/proc", "/sys", "/tmp")  # noqa: S108 - ch-run's own
 """Of the host, or writable, in each of ch-run's containers."""
-_EDF_BYTES = 1 << 20
 
 
 def check_container(
@@ -150,7 +148,7 @@ def check_container(
     Raises:
         NotFound: there is no such image.
         ChecksFailed: it cannot be read, is for other machines, or nothing here starts it.
-        UsageError: nobody says what is to start it, or its EDF is none.
+        UsageError: nobody says what is to start it.
     """
     runtime = runtime_of(settings.container, site, origins)
     if not runtime:
@@ -168,11 +166,8 @@ def check_container(
         return settings, notes
     if not image.startswith("/") and path.name and not _ARCHIVE.fullmatch(image):
         settings = replaced(settings, {"container.image": str(path)})
-    if path.suffix == ".toml":
-        path, setting = _image_of_edf(path, f"{setting} {path}")
-    if path is not None:
-        partition = settings.slurm.partition
-        notes += _check_image(path, setting, partition, settings.slurm.setup, accounting)
+    partition = settings.slurm.partition
+    notes += _check_image(path, setting, partition, settings.slurm.setup, accounting)
     return settings, notes
 
 
@@ -227,20 +222,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
-
-
-def _image_of_edf(path: Path, setting: str) -> tuple[Path | None, str]:
-    """The image that the CSCS engine's environment file names, where that is a path."""
-    try:
-        table = tomllib.loads(read_text(path, _EDF_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OSError):
-            raise _unreadable(setting, path, error) from None
-        raise UsageError(f"{setting} is no environment file: it cannot be read as TOML") from None
-    image = table.get("image")
-    if not isinstance(image, str) or not image.startswith("/") or "$" in image:
-        return None, setting
-    return Path(image), f"{setting} has image"
 
 
 def _unreadable(setting: str, path: Path, error: OSError | ValueError) -> NotFound | ChecksFailed:
