@@ -577,7 +577,7 @@ def test_setup_lines_of_the_preset_that_a_users_own_replace_are_named(tmp_path):
 
     def said(*sets):
         settings, origins = resolve([site.layer, flag_layer({}, sets)])
-        return check_site(settings, origins, site, is_script=False).notes
+        return check_site(settings, origins, site, is_script=False, accounting=None).notes
 
     assert said() == []
     (note,) = said('slurm.setup=["source plugin.sh"]')

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 
     from hpctrain.cluster.site.detect import ClusterFacts
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.layers import Chosen, Layer
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
@@ -86,6 +85,10 @@ class SlurmCluster(Cluster):
 
     name = "slurm"
     has_dependencies = True
+    shell_layer = staticmethod(limits.shell_layer)
+    notice = staticmethod(limits.notice)
+    check = staticmethod(limits.check_site)
+    longest_s = staticmethod(limits.longest_s)
     submit_timeout_s = SUBMIT_TIMEOUT_S
     query_timeout_s = QUERY_TIMEOUT_S
 
@@ -199,17 +202,9 @@ class SlurmCluster(Cluster):
         keep = SHELL_DEFAULTS if site is None else site.slurm.sbatch_env
         return clean(environ, kept_settings(environ, keep).values()).dropped
 
-    def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
-        """SBATCH_* variables, and the account that the preset looks for."""
-        return limits.shell_layer(site, environ)
-
     def setup_lines(self, site: Site | None) -> list[str]:
         """The modules that the preset loads."""
         return module_lines(site)
-
-    def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
-        """As the preset has it of the partition."""
-        return None if site is None else limits.notice(settings, site)
 
     def accounting(self) -> Accounting:
         """By sacctmgr and scontrol, each question when it is needed."""
@@ -219,20 +214,6 @@ class SlurmCluster(Cluster):
             lambda: facts.of_user("Account"),
             lambda: facts.of_user("QOS"),
             *(facts.cpus_per_gpu, facts.machines, facts.srun_help, facts.partitions),
-        )
-
-    def check(
-        self,
-        settings: Settings,
-        origins: Mapping[str, str],
-        site: Site,
-        *,
-        is_script: bool,
-        accounting: Accounting | None,
-    ) -> Chosen:
-        """Partition, quality of service, CPUs and time limit are chosen."""
-        return limits.check_site(
-            settings, origins, site, is_script=is_script, accounting=accounting
         )
 
     def notes(
@@ -292,10 +273,6 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm.facts import ask_waits
 
         return ask_waits(getpass.getuser())
-
-    def longest_s(self, settings: Settings, site: Site) -> int | None:
-        """By the limits of its partitions; of several the one that allows most."""
-        return limits.longest_s(settings, site)
 
     def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
         """By `sbatch --test-only`, all at once."""

@@ -31,7 +31,7 @@ _GPU_OPTIONS = frozenset(
 _CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
 
 
-def shell_layer(site: Site | None, environ: Mapping[str, str]) -> Layer:
+def shell_layer(environ: Mapping[str, str], site: Site | None) -> Layer:
     """What the user's shell decides, as a layer above the site's and below hpctrain.toml.
 
     These are the SBATCH_* variables that the preset keeps, and the first of its `account_env`;
@@ -56,7 +56,7 @@ def check_site(
     site: Site,
     *,
     is_script: bool,
-    accounting: Accounting | None = None,
+    accounting: Accounting | None,
 ) -> Chosen:
     """Hold the settings against the site, for a job of SLURM's; see `Cluster.check`.
 
@@ -499,14 +499,14 @@ def _preemption_notes(
     return notes
 
 
-def notice(settings: Settings, site: Site) -> tuple[int, str] | None:
+def notice(settings: Settings, site: Site | None) -> tuple[int, str] | None:
     """Seconds from the notice of a preemption to the kill, and where that stands.
 
     None where jobs are not preempted, or the preset does not say how long it is.
     """
     name = settings.slurm.partition
-    partition = site.partitions.get(name)
-    if partition is None or not is_preemptable(partition):
+    partition = site.partitions.get(name) if site is not None else None
+    if site is None or partition is None or not is_preemptable(partition):
         return None
     grace_s = partition.preemption.grace_s
     window = site.slurm.kill_wait_s if grace_s == 0 else grace_s
