@@ -370,32 +370,20 @@ def unknown(path: Sequence[str], keys: Mapping[str, Key]) -> str:
         return f"{'.'.join(path)} is no section of hpctrain's settings; {hint}"
     if since := REMOVED.get(path[0]):
         return f"[{path[0]}] is not a table of a preset any more: {since}; take it out"
-    hint = _hint(table, name, keys) if table else _hint_at_top(name)
-    return f"{'.'.join(path)} is not a key of a site preset; {hint}"
+    return f"{'.'.join(path)} is not a key of a site preset; {_hint(table, name, keys)}"
 
 
 def _hint(table: str, name: str, keys: Mapping[str, Key]) -> str:
     if table == "env" and name.isupper():
         return f"put it under {_ENV_GROUPS}"
     top = table.partition(".")[0]
-    if key_at((SETTINGS, top, name)):
-        return f"as a default of hpctrain's setting it belongs under [{SETTINGS}.{top}]"
+    if key_at((SETTINGS, top, name) if top else (SETTINGS, name)):
+        return f"as a default of hpctrain's settings it belongs under [{SETTINGS}.{top or name}]"
     if near := nearest(name, keys):
-        return f"did you mean {table}.{near[0]}?"
+        return f"did you mean {'.'.join(filter(None, [table, *near]))}?"
     if elsewhere := [path for path in _paths() if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(elsewhere)}?"
-    return f"[{table}] has {', '.join(keys)}"
-
-
-def _hint_at_top(name: str) -> str:
-    if key_at((SETTINGS, name)):
-        return f"as defaults of hpctrain's settings put it under [{SETTINGS}.{name}]"
-    if near := nearest(name, KEYS):
-        return f"did you mean {near[0]}?"
-    if elsewhere := [path for path in _paths() if path.endswith(f".{name}")]:
-        table = elsewhere[0].rpartition(".")[0]
-        return f"it stands outside its table; put it under [{table}]"
-    return f"there are {', '.join(KEYS)}"
+    return f"{f'[{table}] has' if table else 'there are'} {', '.join(keys)}"
 
 
 @cache
