@@ -61,7 +61,7 @@ from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.event_fields import is_job_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpctrain.cluster.site.detect import ClusterFacts
     from hpctrain.cluster.site.schema import Site
@@ -258,7 +258,13 @@ class SlurmCluster(Cluster):
 
     def check_script(self, script: Path) -> list[Result]:
         """What `sbatch --test-only` says of it."""
-        return check_accepted(script, lambda words: run(words, query=False))
+        try:
+            run(["sbatch", "--test-only", str(script)], query=False)
+        except ClusterUnreachable as error:
+            return [Result("sbatch", UNKNOWN, str(error))]
+        except ClusterError as error:
+            return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
+        return [Result("sbatch", OK, "accepts the job")]
 
     def queue_view(self, partition: str) -> QueueView | None:
         """By sinfo and squeue, at once."""
@@ -393,17 +399,6 @@ class BulkQuery(SlurmCluster):
 
 
 BODY = "preflight.sh"
-
-
-def check_accepted(script: Path, ask: Callable[[Sequence[str]], str]) -> list[Result]:
-    """Return what `sbatch --test-only` says of the script: partition, account, QOS, limits."""
-    try:
-        ask(["sbatch", "--test-only", str(script)])
-    except ClusterUnreachable as error:
-        return [Result("sbatch", UNKNOWN, str(error))]
-    except ClusterError as error:
-        return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
-    return [Result("sbatch", OK, "accepts the job")]
 
 
 def render_preflight(spec: Spec, run: RunDir, token: str) -> str:

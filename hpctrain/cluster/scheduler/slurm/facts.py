@@ -76,12 +76,8 @@ def cpus_per_gpu(partition: str) -> int | None:
 
     `partition` as in `ask_queue`.
     """
-    try:
-        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
-        config = run(["scontrol", "show", "config"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
-    return read_cpus_per_gpu(config, partitions, partition)
+    config, partitions = (_shown(what) for what in ("config", "partition"))
+    return read_cpus_per_gpu(config, partitions, partition) if config else None
 
 
 def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | None:
@@ -100,12 +96,11 @@ def machines(partition: str) -> frozenset[str] | None:
 
     `partition` as in `ask_queue`.
     """
-    try:
-        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
-        nodes = run(["scontrol", "show", "node"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
-    return read_machines(partitions, nodes, partition) or None
+    return read_machines(_shown("partition"), _shown("node"), partition) or None
+
+
+def _shown(what: str) -> str:
+    return _text_of(["scontrol", "show", what], PARTITION_TIMEOUT_S)
 
 
 def read_machines(partitions: str, nodes: str, partition: str) -> frozenset[str]:
@@ -117,13 +112,8 @@ def read_machines(partitions: str, nodes: str, partition: str) -> frozenset[str]
 
 def partitions() -> dict[str, PartitionNodes] | None:
     """What the partitions have that a user sees, by name; None where nobody can say."""
-    try:
-        text = run(
-            ["sinfo", "--noheader", f"--format={_NODES_FORMAT}"], timeout_s=PARTITION_TIMEOUT_S
-        )
-    except ClusterError:
-        return None
-    return read_partitions(text)
+    text = _text_of(["sinfo", "--noheader", f"--format={_NODES_FORMAT}"], PARTITION_TIMEOUT_S)
+    return read_partitions(text) if text else None
 
 
 def read_partitions(text: str) -> dict[str, PartitionNodes]:
@@ -149,10 +139,7 @@ def read_partitions(text: str) -> dict[str, PartitionNodes]:
 
 def srun_help() -> str | None:
     """What `srun --help` prints, plugins' options with it; None where there is no srun."""
-    try:
-        return run(["srun", "--help"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
+    return _text_of(["srun", "--help"], PARTITION_TIMEOUT_S) or None
 
 
 def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
