@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.core.base.env import HPCTRAIN_RUNS
 
 
-class _Place:
+class _InRun:
     """A file or folder of every run, by its name in the run's directory."""
 
     def __init__(self, name: str) -> None:
@@ -34,39 +34,39 @@ class RunDir:
         """The run's name is its directory's name."""
         return self.root.name
 
-    spec = _Place("spec.json")
+    spec = _InRun("spec.json")
     """Resolved settings with their origins; written once by submit, and anew by resume."""
-    events = _Place("events.jsonl")
+    events = _InRun("events.jsonl")
     """The ledger: append-only, one JSON object a line."""
-    lock = _Place("run.lock")
+    lock = _InRun("run.lock")
     """Held for moments only: to take an attempt number, to publish a checkpoint, to submit."""
-    events_lock = _Place("events.lock")
+    events_lock = _InRun("events.lock")
     """Held for the moment in which a fact is written; not the ledger, which others may read."""
-    fence = _Place("attempt.json")
+    fence = _InRun("attempt.json")
     """Which attempt may write: see `run/fence.py`."""
-    successor = _Place("successor.json")
+    successor = _InRun("successor.json")
     """Who leads a job's agents after its first node was lost: see `agent/loss_ending.py`."""
-    secret = _Place("secret")
+    secret = _InRun("secret")
     """By which processes of its jobs know each other: see `run/ownership.py`."""
-    stop_request = _Place("stop-request.json")
+    stop_request = _InRun("stop-request.json")
     """Written by `hpctrain cancel --save`; rank 0 looks for it."""
-    checkpoints = _Place("checkpoints")
+    checkpoints = _InRun("checkpoints")
     """``step-<10 digits>`` directories, staged ones beside them."""
-    sealed = _Place("sealed")
+    sealed = _InRun("sealed")
     """What proves the program's own checkpoints whole: see `checkpoint/sealed`."""
-    output = _Place("output")
+    output = _InRun("output")
     """Where the program may write what is its own."""
-    jobs = _Place("jobs")
+    jobs = _InRun("jobs")
     """Batch scripts as submitted, one per submission token, and the batch side's output."""
-    staging = _Place("staging.json")
+    staging = _InRun("staging.json")
     """The packed environment that nodes start from: see `run/staging.py`."""
-    snapshot = _Place("snapshot")
+    snapshot = _InRun("snapshot")
     """The code that was submitted."""
-    tensorboard = _Place("tensorboard")
+    tensorboard = _InRun("tensorboard")
     """TensorBoard's event files."""
-    evaluation_curves = _Place("tensorboard/eval")
+    evaluation_curves = _InRun("tensorboard/eval")
     """The same of its evaluations: another curve in TensorBoard, beside the attempts' own."""
-    data = _Place("data")
+    data = _InRun("data")
     """Token files that the recipe made from a folder of text."""
 
     def attempt(self, number: int) -> Path:
@@ -93,22 +93,22 @@ class RunDir:
         """What each rank's time and memory went to: one JSON object a line, by rank 0."""
         return self.attempt(attempt) / "ranks.jsonl"
 
-    profile = _Place("profile")
+    profile = _InRun("profile")
     """Traces and verdicts, a folder for each attempt."""
-    profile_request = _Place("profile-request.json")
+    profile_request = _InRun("profile-request.json")
     """Written by `hpctrain profile --now`; rank 0 looks for it."""
-    stacks_request = _Place("stacks-request.json")
+    stacks_request = _InRun("stacks-request.json")
     """Written by `hpctrain stacks`; the agent of node 0 looks for it."""
-    evaluations = _Place("evaluations")
+    evaluations = _InRun("evaluations")
     """Runs of their own, one for each checkpoint that is evaluated."""
 
     def evaluation(self, step: int) -> RunDir:
         """The run that evaluates the checkpoint of a step."""
         return RunDir(self.evaluations / f"{self.name}-eval-{step}")
 
-    results = _Place("results.json")
+    results = _InRun("results.json")
     """Metrics by name, as JSON: what an evaluation's program writes."""
-    report = _Place("report.html")
+    report = _InRun("report.html")
     """What `hpctrain report` writes."""
 
     def script(self, token: str) -> Path:

@@ -435,5 +435,5 @@ def read_waits(text: str) -> list[WaitRecord]:
 def _text_of(words: list[str], timeout_s: float) -> str:
     try:
         return run(words, timeout_s=timeout_s)
-    except ClusterError:  # many sites have no accounting, or no fair-share
+    except ClusterError:  # many sites have no accounting
         return ""

@@ -468,15 +468,15 @@ def _preemption_notes(
         return notes
     name, facts = settings.slurm.partition, partition.preemption
     where = site.where("partitions", name, "preemption")
-    told, lead = notice(settings, site), settings.slurm.signal_lead_s
-    if told is None:
+    window, lead = notice(settings, site), settings.slurm.signal_lead_s
+    if window is None:
         notes.append(
             f"partition {name} preempts jobs ({where}), with how much grace the preset does not "
             "say: where a save does not fit into it, the steps since the last checkpoint are lost"
         )
-    elif told[0] < lead:
+    elif window[0] < lead:
         notes.append(
-            f"partition {name} kills {told[0]} s after the notice of a preemption ({where}), "
+            f"partition {name} kills {window[0]} s after the notice of a preemption ({where}), "
             f"sooner than slurm.signal_lead_s ({lead} s) says: where a step and a save take "
             "longer, the steps since the last checkpoint are lost"
         )
