@@ -66,12 +66,15 @@ of that name.
   tables; `[sources]` are taken too.
 - In `[env.*]` and other tables of variables the names are yours.
 
-## Detection
+## Detection and locks
 
 The site comes from `--site`, `HPCTRAIN_SITE`, `site` in `hpctrain.toml`, then `[detect]`. A pattern
 must match the full text. The highest `priority` wins, then a variable over a marker file over
 SLURM's ClusterName over the host's name; if that does not decide, `submit` refuses with both
 reasons. A job keeps its site. `--site none` uses none.
+
+`[lock]` in a packaged or system file names values or tables that users may not change. A change is
+refused with both places; `--allow-locked` permits and records it.
 """
 SETTINGS_TEXT = """\
 Defaults of hpctrain's own settings, for everybody at the site: any section and key of

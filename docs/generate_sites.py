@@ -252,7 +252,7 @@ def in_words(preemption: schema.Preemption) -> str:
 
 
 def _facts(site: Site) -> Iterator[str]:
-    elsewhere = {"detect", "env"}
+    elsewhere = {"detect", "env", "lock"}
     rows = [
         (f"`{'.'.join(path)}`", _value(leaf.value), leaf.why, _origin(site, leaf))
         for path, leaf in site.leaves.items()

@@ -147,6 +147,7 @@ def submit(
     without: Sequence[str] = (),
     after: str | Sequence[str] = (),
     then: str | Sequence[str] = (),
+    allow_locked: bool = False,
     runs: str | Path | None = None,
     start: bool = True,
 ) -> StartedJob:
@@ -181,6 +182,7 @@ def submit(
         without: What of it begins anew: "optimizer", "data".
         after: A run, or several, that must be done before this one begins; each as in `status`.
         then: A command line, or several, to run when it is done, each as a run of its own.
+        allow_locked: Change what the site's admins have locked; it is recorded.
         runs: Folder of all runs; HPCTRAIN_RUNS or ./runs by default.
         start: False makes the run's directory and starts no job.
 
@@ -229,6 +231,7 @@ def submit(
         without=list(without),
         after=[after] if isinstance(after, str) else list(after),
         then=[then] if isinstance(then, str) else list(then),
+        allow_locked=allow_locked,
         cluster_needed=start,
         ask_accounting=True,
         ask_partitions=True,
@@ -262,6 +265,7 @@ def resume(
     from_step: int | None = None,
     program: Sequence[str] = (),
     new_code: bool = False,
+    allow_locked: bool = False,
     foreign: bool = False,
     runs: str | Path | None = None,
 ) -> StartedJob:
@@ -284,6 +288,7 @@ def resume(
         from_step: Resume from this checkpoint; newer ones are quarantined. 0 begins anew.
         program: A program with its arguments, in the place of the run's.
         new_code: Run the checkout as it is now, not the copy that the run has.
+        allow_locked: Change what the site's admins have locked; it is recorded.
         foreign: Trust a run that others own or can write; `run` is its path then.
         runs: Folder of all runs; HPCTRAIN_RUNS or ./runs by default.
 
@@ -316,6 +321,7 @@ def resume(
         ),
         _sets(settings),
         from_step,
+        allow_locked=allow_locked,
         ask_accounting=True,
         program=list(program),
         new_code=new_code,

@@ -66,6 +66,16 @@ def json_option(function: _Function) -> _Function:
     )(function)
 
 
+def locked_option(function: _Function) -> _Function:
+    """`--allow-locked`: what the site's admins have locked may be changed; it is recorded."""
+    return click.option(
+        "--allow-locked",
+        is_flag=True,
+        hidden=True,  # the message about a held lock names it
+        help="Change what the site's admins have locked; it is recorded.",
+    )(function)
+
+
 def foreign_option(function: _Function) -> _Function:
     """`--foreign`: carry out what a run says that others own or can write."""
     return click.option(
@@ -205,6 +215,7 @@ def submission_options(function: _Function) -> _Function:
             click.option(
                 "--resume-if", metavar="GLOB", help="Add them if files match instead: 'out/*.pt'."
             ),
+            locked_option,
             runs_option,
             json_option,
             click.argument(

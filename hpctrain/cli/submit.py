@@ -22,6 +22,7 @@ from hpctrain.cli.options import (
     job_flags,
     job_options,
     json_option,
+    locked_option,
     newest_to_act_on,
     profile_options,
     runs_option,
@@ -413,6 +414,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @yes_option
 @json_option
+@locked_option
 @foreign_option
 @runs_option
 def resume(
@@ -429,6 +431,7 @@ def resume(
     yes: bool,
     wait: bool,
     as_json: bool,
+    allow_locked: bool,
     foreign: bool,
     runs: Path,
     **flags: Any,
@@ -459,6 +462,7 @@ def resume(
         {**job_flags(flags), **engine_flags(engine, mesh), **profile_flags(profile, nsys)},
         sets,
         from_step,
+        allow_locked=allow_locked,
         program=click.get_current_context().meta[BEHIND_DASHES],
         new_code=new_code,
         ask_accounting=True,

@@ -51,7 +51,14 @@ from hpctrain.core.settings.spec import (
     secrets_of,
 )
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
-from hpctrain.launch.change import find_site
+from hpctrain.launch.change import (
+    SiteChoice,
+    changed,
+    changed_by_shell,
+    dropped_locks,
+    find_site,
+    take_locks,
+)
 from hpctrain.launch.checks import (
     check_disk,
     check_hooks_here,
@@ -118,6 +125,8 @@ class SubmitRequest:
     """Runs that must be done before this one begins, as users name runs."""
     then: Sequence[str] = ()
     """Command lines to run when it is done, each after the one before it."""
+    allow_locked: bool = False
+    """The user may change what the site's admins have locked; it is recorded."""
     accounting: Accounting | None = None
     """Whom to ask for the user's accounts."""
     ask_accounting: bool = False
@@ -167,7 +176,8 @@ def prepare(request: SubmitRequest) -> Prepared:
     """
     configs = _read_configs(request)
     cluster = _choose_cluster(request, configs)
-    site, site_notes = _find_site(request, configs, cluster)
+    site_choice = _find_site(request, configs, cluster)
+    site = site_choice.site
     accounting = _accounting(request, cluster)
     shell = cluster.shell_layer(request.environ, site)
     lower = [site.layer if site else None, shell, *(one.layer for one in configs)]
@@ -177,11 +187,22 @@ def prepare(request: SubmitRequest) -> Prepared:
     entry = program.entry
     is_recipe = entry.kind == "recipe"
     chosen = check(given, origins)
-    notes = [*program.notes, *site_notes, *chosen.notes]
+    notes = [*program.notes, *site_choice.notes, *chosen.notes]
     python = ranks_python(given, cluster, sys.executable)
     notes += check_hooks_here(given, origins, request.cwd, python=python)
     env, env_origins = _environment(request, configs, program.env)
+    unlocked = [] if cluster.on_this_machine else dropped_locks(request.environ, site_choice)
+    if unlocked:
+        notes.append(
+            f"locks that do not hold because another site was named: {', '.join(unlocked)}"
+        )
     if site is not None:
+        changes = changed(site, given, origins, env, env_origins) | changed_by_shell(
+            site, request.environ, env
+        )
+        lock_notes, changed_paths = take_locks(site, changes, allow=request.allow_locked)
+        notes += lock_notes
+        unlocked += changed_paths
         now = chosen.upon(given, origins)
         here = cluster.check(*now, site, is_script=not is_recipe, accounting=accounting)
         notes += here.notes
@@ -241,6 +262,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         dropped_env=cluster.dropped(request.environ, site),
         python=sys.executable,
         preset=site.as_plain() if site else None,
+        unlocked=unlocked,
     )
     # Where the name stands in what was given, another one would not fit any more.
     auto = request.name is None and (entry, settings, env) == as_given
@@ -443,7 +465,7 @@ def _choose_cluster(request: SubmitRequest, configs: Sequence[SettingsFile]) -> 
 
 def _find_site(
     request: SubmitRequest, configs: Sequence[SettingsFile], cluster: Cluster
-) -> tuple[Site | None, list[str]]:
+) -> SiteChoice:
     project = (request.cwd / request.config).parent if request.config else request.cwd
     config = _naming(configs, "site")
     return find_site(request.site, request.environ, config, project, cluster.site)

@@ -272,13 +272,15 @@ def test_the_guides_preset_is_a_good_one(tmp_path):
     assert site.network.kind == "ib"
 
 
-def test_the_guides_overlay_is_read(tmp_path):
-    (_, overlay) = guide_blocks("toml")
-    (tmp_path / "aws-p5.toml").write_text(overlay)
+@pytest.mark.two_users  # a lock holds where the file is another user's
+def test_the_guides_overlay_and_lock_are_read(tmp_path):
+    overlay, lock = guide_blocks("toml")[1:]
+    (tmp_path / "aws-p5.toml").write_text(f"{overlay}\n{lock}")
     site = load_site("aws-p5", environ={"HPCTRAIN_SITE_PATH": str(tmp_path)})
 
     assert site.partitions["p5"].max_time == "72:00:00"
     assert site.network.kind == "efa"
+    assert "env.multi_node.NCCL_NET" in site.lock.keys
 
 
 def test_the_guides_commands_are_known():

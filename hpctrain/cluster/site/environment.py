@@ -12,10 +12,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.site.schema import Site, When, site_of
+from hpctrain.cluster.site.schema import KeyPath, Site, When, site_of
+from hpctrain.cluster.site.sheet import DERIVED, locked_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from hpctrain.core.settings.spec import Spec
 
@@ -123,19 +124,23 @@ def overridden(
     environment: Environment,
     given: Mapping[str, str],
     by: str,
+    *,
+    locked: Collection[str] = (),
 ) -> Environment:
     """The environment with what the user set winning, and a note for each value that differs.
 
     Variables of `given` that the environment does not have are left out: it may be a whole shell's.
-    `by` names the user in notes and origins.
+    `by` names the user in notes and origins; `locked` ones keep the preset's value.
     """
     values, notes = dict(environment.values), list(environment.notes)
     taken = [name for name in environment.unset if name in given]
     notes += [f"{name} of {by} is taken away, as the site's `unset` says" for name in taken]
     for name, before in environment.values.items():
         if name in given and name not in environment.unset and given[name] != before.value:
-            notes.append(_differs(name, before, given[name], by))
-            values[name] = Value(given[name], by)
+            keeps = name in locked
+            notes.append(_differs(name, before, given[name], by, keeps=keeps))
+            if not keeps:
+                values[name] = Value(given[name], by)
     for name in given:
         _drop_twin(values, name, notes)
     return replace(environment, values=values, notes=notes)
@@ -150,7 +155,7 @@ def with_settings(
         by = origins.get(name, "the run's settings")
         before = values.get(name)
         if before is not None and before.value != value:
-            notes.append(_differs(name, before, value, by))
+            notes.append(_differs(name, before, value, by, keeps=False))
         values[name] = Value(value, by)
         _drop_twin(values, name, notes)
     unset = [name for name in environment.unset if name not in env]
@@ -170,6 +175,30 @@ def expected_environment(spec: Spec) -> Environment:
     values = {n: v for n, v in derived.values.items() if v.origin != FLIGHT_RECORDER}
     given = Environment(values, derived.unset, derived.notes)
     return with_settings(given, spec.env, spec.env_origins)
+
+
+def paths_of(site: Site, name: str) -> list[KeyPath]:
+    """Every place of the preset that has a say in a variable: what a user who sets it overrides."""
+    groups = ("common", "single_node", "multi_node")
+    paths: list[KeyPath] = [("env", g, name) for g in groups if name in getattr(site.env, g)]
+    for key, when in site.env.when.items():
+        paths += [("env", "when", key, "set", name)] if name in when.set else []
+    made_of = DERIVED.get(name)
+    if made_of is not None and getattr(site.network, made_of[-1]):
+        paths.append(made_of)
+    return paths
+
+
+def locked_names(site: Site, unlocked: Collection[str] = ()) -> set[str]:
+    """Variables of the preset that [lock] keeps from the user.
+
+    `unlocked` are paths that the user was allowed to change (--allow-locked): "env.NCCL_NET".
+    """
+    names = {*DERIVED, *site.env.common, *site.env.single_node, *site.env.multi_node}
+    names |= {name for when in site.env.when.values() for name in when.set}
+    changes = {f"env.{name}": name for name in names}
+    alone = replace(site, overridden={})
+    return {n for path, n in locked_changes(alone, changes).items() if path not in unlocked}
 
 
 def is_shown(name: str) -> bool:
@@ -252,8 +281,11 @@ def _drop_twin(values: dict[str, Value], name: str, notes: list[str]) -> None:
         notes.append(f"{twin} is not set, since {name} is")
 
 
-def _differs(name: str, before: Value, now: str, by: str) -> str:
+def _differs(name: str, before: Value, now: str, by: str, *, keeps: bool) -> str:
     """A note on a value that two have set; no values of variables that may hold a secret."""
+    if keeps:
+        kept = f" {before.value}" if is_shown(name) else ""
+        return f"{name} stays{kept}: {before.origin} locks it, so {by} does not change it"
     if not is_shown(name):
         return f"{name} is set by {by}, not by {before.origin}"
     return f"{name} is {now} by {by}, not {before.value} ({before.origin})"

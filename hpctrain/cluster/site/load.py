@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from hpctrain.core.base.files import data_dir
 from hpctrain.core.settings.fields import IN_WORDS, NAME
 from hpctrain.core.settings.layers import did_you_mean, read_toml
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.ledger.run.ownership import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -199,4 +201,11 @@ def _read(path: Path, layer: str, name: str | None) -> SiteFileValues | None:
     name = name or (given if isinstance(given, str) and given else path.stem)
     if not re.fullmatch(NAME, name):
         raise UsageError(f'{path}: "{name}" cannot be a site\'s name; it takes {IN_WORDS[NAME]}')
-    return take_apart(file, name=name, layer=layer)
+    site_file = take_apart(file, name=name, layer=layer)
+    return replace(site_file, by_root=layer == PACKAGED or _is_roots(path))
+
+
+def _is_roots(path: Path) -> bool:
+    """Whether root has written a file: HPCTRAIN_SITE_PATH and --site can name anybody's."""
+    status = path.stat()
+    return status.st_uid == ROOT and not status.st_mode & stat.S_IWOTH

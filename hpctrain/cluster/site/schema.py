@@ -317,6 +317,14 @@ class DoctorFacts(Table):
     )
 
 
+class Lock(Table):
+    """[lock]: what users cannot override without --allow-locked. The admins' layers only."""
+
+    keys: list[str] = field(
+        [], "paths such as env.multi_node.NCCL_NET, settings.slurm.partition, or a whole table"
+    )
+
+
 class Preset(Table):
     """A whole preset, typed."""
 
@@ -333,6 +341,7 @@ class Preset(Table):
     baseline: Baseline = table(Baseline)
     expect: Expect = table(Expect)
     doctor: DoctorFacts = table(DoctorFacts)
+    lock: Lock = table(Lock)
 
 
 _TABLES = {name: key for name, key in keys_of(Preset).items() if name != "about"}
@@ -343,8 +352,6 @@ TABLES: dict[str, type] = {
     name: key.inner for name, key in _TABLES.items() if key.inner and name != PARTITIONS
 }
 """Every table that stands once. Besides there are [partitions.X] and [settings.<section>]."""
-REMOVED = {"lock": "users may override every value, and the ledger has what they set otherwise"}
-"""Tables that presets had, and what holds now."""
 
 
 def key_at(path: Sequence[str]) -> Key | None:
@@ -368,8 +375,6 @@ def unknown(path: Sequence[str], keys: Mapping[str, Key]) -> str:
     if table == SETTINGS:
         hint = did_you_mean(name, keys, f"there are {', '.join(keys)}")
         return f"{'.'.join(path)} is no section of hpctrain's settings; {hint}"
-    if since := REMOVED.get(path[0]):
-        return f"[{path[0]}] is not a table of a preset any more: {since}; take it out"
     return f"{'.'.join(path)} is not a key of a site preset; {_hint(table, name, keys)}"
 
 
@@ -384,6 +389,15 @@ def _hint(table: str, name: str, keys: Mapping[str, Key]) -> str:
     if elsewhere := [path for path in _paths() if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(elsewhere)}?"
     return f"{f'[{table}] has' if table else 'there are'} {', '.join(keys)}"
+
+
+def wrong_lock(text: str) -> str | None:
+    """What is wrong with a path in [lock]; None where it names something that a preset can have."""
+    path = text.split(".")
+    if all(path) and path[0] not in keys_of(About) and key_at(path):
+        return None
+    hint = did_you_mean(text, _paths(), "it takes paths such as env.common.NCCL_NET")
+    return f"lock.keys has {text}, which no preset can have; {hint}"
 
 
 @cache
@@ -409,6 +423,8 @@ FORMAT = 1
 PACKAGED, SYSTEM, USER = "packaged", "system", "user"
 GIVEN = "file"
 """The layer of a site that was named by its file."""
+ADMINS = (PACKAGED, SYSTEM, GIVEN)
+"""Layers whose [lock] counts where the file is root's. One given by its path may be a draft."""
 
 YOUNGER = frozenset({"doctor"})
 """Tables that the presets in older runs lack."""
@@ -418,7 +434,7 @@ KeyPath = tuple[str, ...]
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as messages have it: env.multi_node.NCCL_NET."""
+    """The path as messages and [lock] have it: env.multi_node.NCCL_NET."""
     return ".".join(path)
 
 
@@ -459,6 +475,8 @@ class Site(Preset):
     """Defaults of hpctrain's own settings, section to keys, each of its setting's type."""
     leaves: dict[KeyPath, PresetValue] = dataclasses.field(default_factory=dict)
     """Every value that some file has, with its place; the winning file's where several have it."""
+    overridden: dict[KeyPath, str] = dataclasses.field(default_factory=dict)
+    """Locked values that a layer of the user's has changed, with the place of the change."""
     files: tuple[SiteFile, ...] = ()
     """What was read, lowest first."""
 
@@ -489,10 +507,11 @@ class Site(Preset):
 
     def as_plain(self) -> dict[str, Any]:
         """The whole preset as JSON values, for spec.json."""
-        plain = asdict(replace(self, leaves={})) | {"format": FORMAT}
+        plain = asdict(replace(self, leaves={}, overridden={})) | {"format": FORMAT}
         plain["leaves"] = [
             {"path": list(path)} | asdict(leaf) for path, leaf in self.leaves.items()
         ]
+        plain["overridden"] = [[list(path), place] for path, place in self.overridden.items()]
         plain["files"] = list(plain["files"])
         return plain
 
@@ -517,6 +536,7 @@ class Site(Preset):
                     tuple(leaf.pop("path")): PresetValue(**leaf)
                     for leaf in map(dict, plain["leaves"])
                 },
+                overridden={tuple(path): place for path, place in plain["overridden"]},
                 files=tuple(SiteFile(**file) for file in plain["files"]),
             )
         except (KeyError, TypeError) as error:

@@ -1,7 +1,8 @@
 """From site files to one preset: each file's checked values, put together over bases and layers.
 
 `take_apart` checks one file that was read, and each of its values keeps its line. `build` makes the
-preset of several of them: bases, layers, `_add`, sources. Reads no files.
+preset of several of them: bases, layers, `_add`, sources. [lock] names values that a user changes
+only with --allow-locked: `check_locked` holds changes against it. Reads no files.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.site import schema
 from hpctrain.cluster.site.schema import (
+    ADMINS,
     KEYS,
     KeyPath,
     PresetValue,
@@ -20,6 +22,7 @@ from hpctrain.cluster.site.schema import (
     dotted,
     key_at,
     unknown,
+    wrong_lock,
 )
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
@@ -40,6 +43,7 @@ DERIVED = {
     "NCCL_IB_HCA": ("network", "hcas"),
 }
 """Variables that come from a fact: to set one by hand is to change that fact."""
+_LOCK = ("lock", "keys")
 OF_ITS_OWN = {"detect", *(set(keys_of(schema.About)) - {schema.SOURCES})}
 """Not taken from what a preset extends: who it is, who answers for it, how it is known."""
 _TOP = list(KEYS)
@@ -58,6 +62,13 @@ class SiteFileValues:
     """Items of `X_add`, by the path of `X`."""
     tables: dict[KeyPath, int] = field(default_factory=dict)
     """Named tables such as [partitions.gpu], which may be empty, with their lines."""
+    by_root: bool = True
+    """Nobody else can have written it: else its locks hold nobody, and higher ones hold it."""
+
+    @property
+    def locks(self) -> bool:
+        """Whether it is the admins', so that its [lock] counts and no lock holds it."""
+        return self.layer in ADMINS and self.by_root
 
     def text(self, key: str) -> str:
         """A text outside any table; "" where the file has none."""
@@ -143,6 +154,20 @@ class _Reader:
                 self._leaf(base, value, (*path, name), source)
             else:
                 self._fault((*path, name), unknown((*path, name), keys))
+        if path == _LOCK[:1]:
+            self._check_lock()
+
+    def _check_lock(self) -> None:
+        if self.result.layer not in ADMINS:
+            self._fault(
+                _LOCK[:1],
+                f"[lock] has no effect in the {self.result.layer} layer; it belongs into a file of "
+                "the admins', e.g. in /etc/hpctrain/sites",
+            )
+        for held in (self.result.leaves, self.result.added):
+            leaf = held.get(_LOCK)
+            for wrong in filter(None, map(wrong_lock, leaf.value if leaf else ())):
+                self._fault(_LOCK, wrong)
 
     def _value(self, key: Key, raw: Any, path: KeyPath, source: str) -> None:
         if key.inner is not None and key.form == "table":
@@ -254,6 +279,59 @@ class _Reader:
         self.faults.append((self._line(path), text))
 
 
+def holds(lock: str, path: KeyPath) -> bool:
+    """Whether a path of [lock] covers a value: its own path, or that of a table it stands in."""
+    text = dotted(path)
+    return text == lock or text.startswith(f"{lock}.")
+
+
+def check_locked(site: Site, overridden: Mapping[str, str], *, allow: bool) -> list[str]:
+    """Refuse changes to locked values, or tell of each where they are allowed.
+
+    Args:
+        site: The site; what its own user and project layers have changed counts too.
+        overridden: What else was changed, with its place: "env.NCCL_NET" for a variable of the
+            ranks whatever its group, "settings.slurm.partition" for a setting. Only changes: a
+            setting or variable to which the user gives the preset's own value is none.
+        allow: Whether --allow-locked was given.
+
+    Returns:
+        A line for each, to be shown and recorded.
+
+    Raises:
+        UsageError: there is one and `allow` is False.
+    """
+    notes = [
+        f"{path} is locked by {site.where('lock', 'keys')} and changed by {place}"
+        for path, place in locked_changes(site, overridden).items()
+    ]
+    if notes and not allow:
+        contact = f", or ask {site.about.contact}" if site.about.contact else ""
+        raise UsageError(f"{'; '.join(notes)}; leave it out{contact}, or say --allow-locked")
+    return [f"{line} (--allow-locked)" for line in notes]
+
+
+def locked_changes(site: Site, overridden: Mapping[str, str]) -> dict[str, str]:
+    """Those of the changes that a lock covers, with their places; arguments as `check_locked`'s."""
+    changes = {dotted(path): place for path, place in site.overridden.items()} | dict(overridden)
+    locks = site.lock.keys
+    return {
+        path: place
+        for path, place in changes.items()
+        if any(_covers(site, lock, path) for lock in locks)
+    }
+
+
+def _covers(site: Site, lock: str, path: str) -> bool:
+    head, _, name = path.partition(".")
+    if head != _ENV or "." in name:
+        return holds(lock, tuple(path.split(".")))
+    if lock.startswith(f"{_ENV}.") and lock.endswith(f".{name}"):
+        return True
+    same = (at for at in site.leaves if at[0] == _ENV and at[-1] == name)
+    return any(holds(lock, at) for at in same) or (name in DERIVED and holds(lock, DERIVED[name]))
+
+
 def build(name: str, site_files: Sequence[SiteFileValues]) -> Site:
     """The preset that the files give together.
 
@@ -264,17 +342,23 @@ def build(name: str, site_files: Sequence[SiteFileValues]) -> Site:
     """
     leaves: dict[KeyPath, PresetValue] = {}
     tables: dict[KeyPath, None] = {}
+    overridden: dict[KeyPath, str] = {}
     for site_file in site_files:
         leaves = _with_sources(leaves, site_file)
         for path, leaf in _own(site_file, name):
+            if path == _LOCK and not site_file.locks:
+                continue
             _check_source(leaf, path, site_file, leaves)
-            leaves[path] = _appended(leaves, path, leaf) if path in site_file.added else leaf
+            new = _appended(leaves, path, leaf) if path in site_file.added else leaf
+            if not site_file.locks and _is_locked(leaves, path, new):
+                overridden[path] = f"{site_file.layer} ({leaf.place})"
+            leaves[path] = new
         tables |= dict.fromkeys(site_file.tables)
     files = tuple(
         SiteFile(site_file.layer, site_file.file, site_file.name) for site_file in site_files
     )
     leaves = dict(sorted(leaves.items(), key=lambda item: _order(item[0])))
-    return _site(name, leaves, tables, files)
+    return _site(name, leaves, tables, overridden=overridden, files=files)
 
 
 def _own(site_file: SiteFileValues, name: str) -> list[tuple[KeyPath, PresetValue]]:
@@ -347,10 +431,21 @@ def _appended(leaves: dict[KeyPath, PresetValue], path: KeyPath, leaf: PresetVal
     )
 
 
+def _is_locked(leaves: dict[KeyPath, PresetValue], path: KeyPath, new: PresetValue) -> bool:
+    """Whether a value may not change here, and does."""
+    locks = leaves.get(_LOCK)
+    if locks is None or not any(holds(lock, path) for lock in locks.value):
+        return False
+    held = leaves.get(path)
+    return held is None or held.value != new.value
+
+
 def _site(
     name: str,
     leaves: dict[KeyPath, PresetValue],
     tables: dict[KeyPath, None],
+    *,
+    overridden: dict[KeyPath, str],
     files: tuple[SiteFile, ...],
 ) -> Site:
     nested: dict[str, Any] = {}
@@ -364,6 +459,7 @@ def _site(
         make(Site, parts | {"about": about | {"name": name}}),
         settings=nested.get(schema.SETTINGS, {}),
         leaves=leaves,
+        overridden=overridden,
         files=files,
     )
 

@@ -334,6 +334,7 @@ def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
         *_sources(site),
         *facts(site),
         *environment(site),
+        *_lock(site),
     ]
     files = {site_file.path: number for number, site_file in enumerate(site.files)}
 
@@ -416,4 +417,18 @@ def _sources(site: Site) -> Iterator[Said]:
                 path,
                 f"{dotted(path)} has no source, and a reference preset needs one; write "
                 'source = "..." into its table, or { value = ..., source = "..." }',
+            )
+
+
+def _lock(site: Site) -> Iterator[Said]:
+    """Locks of what the preset does not say: they hold a value that is not there."""
+    for key in site.lock.keys:
+        held = any(
+            dotted(path) == key or dotted(path).startswith(f"{key}.") for path in site.leaves
+        )
+        if not held:
+            yield warning(
+                ("lock", "keys"),
+                f"{key} is locked and has no value here, so users cannot set it at all; give it "
+                "one, or take the lock away",
             )

@@ -1,6 +1,6 @@
 """Names that programs of others take: options of sbatch, however they are spelt, DeepSpeed's keys.
 
-What is forbidden, required or hpctrain's own is compared by the names that this module
+What is locked, forbidden, required or hpctrain's own is compared by the names that this module
 gives. external.toml has the names. tests/unit/settings/test_sbatch_options.py,
 tests/unit/lint/test_deepspeed_rules.py and tests/unit/plan/test_ds_config.py hold the promises,
 against the DeepSpeed that is installed.

@@ -109,6 +109,8 @@ class Spec:
     preset: dict[str, Any] | None = None
     """The site's preset as it was at submit (`Site.as_plain`), which holds in jobs and at a resume
     whatever the files say by then; None without a site."""
+    unlocked: list[str] = field(default_factory=list)
+    """Locked keys of the preset that the user changed with --allow-locked."""
     beside: dict[str, Entry] = field(default_factory=dict)
     """Programs of jobs beside this run, by the section that names them: "evaluate"."""
     evaluates: Evaluates | None = None
@@ -201,7 +203,6 @@ def parse_spec(text: str | bytes, path: Path) -> Spec:
         raw["origins"] = {
             RENAMED.get(at, at): why for at, why in raw["origins"].items() if at not in REMOVED
         }
-        raw.pop("unlocked", None)  # of presets that had a [lock]
         raw["chosen"] = [RENAMED.get(at, at) for at in raw.get("chosen", [])]
         return Spec(**raw)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

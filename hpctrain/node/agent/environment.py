@@ -28,6 +28,7 @@ from hpctrain.cluster.site.environment import (
     Versions,
     derive,
     is_shown,
+    locked_names,
     overridden,
     with_settings,
 )
@@ -105,8 +106,9 @@ class RankEnvironment:
         spec, site = self._spec, self._site
         nodes = len(self._context.nodes)
         derived = derive(site, nodes=nodes, versions=versions, run_dir=run_dir)
+        locked = locked_names(site, spec.unlocked) if site else set()
         own = with_settings(derived, spec.env, spec.env_origins)
-        return derived, overridden(own, self._job, THE_JOB)
+        return derived, overridden(own, self._job, THE_JOB, locked=locked)
 
     def _apply(self, environment: Environment) -> None:
         for name in self._touched - environment.values.keys():

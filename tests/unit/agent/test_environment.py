@@ -63,7 +63,7 @@ def versions(monkeypatch):
     monkeypatch.setattr(agent, "versions_here", lambda: Versions(nccl="2.28.3", torch="2.13.0"))
 
 
-def make(run, tmp_path, *, text=PRESET, nodes=("n1", "n2"), rank=0, **env):
+def make(run, tmp_path, *, text=PRESET, nodes=("n1", "n2"), rank=0, unlocked=(), **env):
     site = None
     if text:
         (tmp_path / "juniper.toml").write_text(text)
@@ -71,7 +71,7 @@ def make(run, tmp_path, *, text=PRESET, nodes=("n1", "n2"), rank=0, **env):
     spec = Spec(
         "r", "id", 0.0, "slurm", "juniper", Entry("recipe"),
         env=env, env_origins=dict.fromkeys(env, "flag --env"),
-        preset=site.as_plain() if site else None,
+        preset=site.as_plain() if site else None, unlocked=list(unlocked),
     )  # fmt: skip
     context = JobContext("7", 0, rank, list(nodes), "n1", 20000, "tok")
     return agent.RankEnvironment(run, spec, context)
@@ -175,6 +175,25 @@ def test_a_follower_is_told_whom_it_runs_after(run, tmp_path, job):
     made.before_imports()
 
     assert os.environ["HPCTRAIN_AFTER"] == "/runs/a:/runs/b"
+
+
+@pytest.mark.parametrize(
+    ("unlocked", "expected"),
+    [
+        pytest.param((), "IB", marks=pytest.mark.two_users),  # a lock must be another user's
+        (("env.NCCL_NET",), "Socket"),
+    ],
+)
+def test_a_locked_variable_holds_against_the_jobs_environment(
+    run, tmp_path, job, unlocked, expected
+):
+    job.setenv("NCCL_NET", "Socket")
+    text = PRESET + "[lock]\nkeys = ['env.multi_node.NCCL_NET']\n"
+
+    make(run, tmp_path, text=text, unlocked=unlocked).for_attempt(1)
+
+    assert os.environ["NCCL_NET"] == expected
+    assert written(run)["notes"] != []
 
 
 def test_a_gpus_name_is_read_without_touching_cuda(tmp_path):

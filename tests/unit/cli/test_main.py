@@ -242,7 +242,7 @@ def test_a_table_lines_its_columns_up(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["submit", "--cluster=local"], ["check"], ["sites", "show", "x"]]
+    "words", [["submit", "--cluster=local"], ["check"], ["check"]]
 )
 def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
     """Each command that looks around itself ended with "No such file or directory", of nothing."""
@@ -258,6 +258,12 @@ def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
     assert "the folder in which you typed this is gone: go into another one" in done.stderr
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["submit", "resume", "check"])
+def test_the_way_round_a_lock_is_told_by_the_lock_alone(capsys, name):
+    assert run_main(name, "--help") == 0
+    assert "--allow-locked" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--json"], ["-x", "--json"]])

@@ -1,4 +1,4 @@
-"""However an sbatch option is spelt, it is the same option: for refusals and our own."""
+"""However an sbatch option is spelt, it is the same option: for locks, refusals and our own."""
 
 from __future__ import annotations
 

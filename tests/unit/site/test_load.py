@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.cluster.site import load as load_module
 from hpctrain.cluster.site.load import identities, load_site, site_files, site_names
+from hpctrain.cluster.site.sheet import check_locked
 from hpctrain.errors import NotFound, UsageError
 
 
@@ -205,6 +206,34 @@ def test_a_source_must_be_among_the_sources(tree):
         tree.load("juniper")
 
 
+def test_locks_hold_against_users_but_not_against_admins(tree):
+    tree.write(
+        "packaged",
+        "juniper",
+        "[lock]\nkeys = ['slurm.mpi', 'env.common', 'settings.slurm.partition']\n"
+        "[slurm]\nmpi = 'a'\nconstraint = 'a'\n[env.common]\nA = 1\nB = 1\n",
+    )
+    tree.write("etc", "juniper", "[slurm]\nmpi = 'b'\n")
+    user = tree.write(
+        "user",
+        "juniper",
+        "[slurm]\nmpi = 'c'\nconstraint = 'c'\n[env.common]\nA = 1\nB = 2\n"
+        "[settings.slurm]\npartition = 'x'\n",
+    )
+
+    site = tree.load("juniper")
+
+    assert site.overridden == {
+        ("slurm", "mpi"): f"user ({user}:2)",
+        ("env", "common", "B"): f"user ({user}:6)",
+        ("settings", "slurm", "partition"): f"user ({user}:8)",
+    }
+    with pytest.raises(
+        UsageError, match=r"slurm.mpi is locked by .*/packaged/juniper.toml:2\) and"
+    ):
+        check_locked(site, {}, allow=False)
+
+
 def test_an_old_name_of_a_setting_counts_as_its_new_one(tree):
     tree.write("packaged", "juniper", "[settings.alive]\nmemory_peer = 'auto'\n")
     file = tree.write("etc", "juniper", "[settings.alive]\nspares = 1\nmemory_buddy = 'no'\n")
@@ -215,9 +244,10 @@ def test_an_old_name_of_a_setting_counts_as_its_new_one(tree):
     assert site.layer.where("alive", "memory_peer") == f"site juniper ({file}:3)"
 
 
+@pytest.mark.two_users  # a lock holds where the file is another user's
 def test_a_site_can_be_named_by_its_file_with_bases_beside_it(tree):
     tree.write("etc", "juniper", "[slurm]\nmpi = 'x'\nconstraint = 'x'\n")
-    path = tree.write("drafts", "juniper", "extends = 'fabric'\n[network]\nkind = 'ib'\n")
+    path = tree.write("drafts", "juniper", "extends = 'fabric'\n[lock]\nkeys = ['slurm.mpi']\n")
     tree.write("drafts", "fabric", "[slurm]\nmpi = 'b'\n")
     tree.write("etc", "fabric", "[slurm]\nmpi = 'a'\ngres_name = 'a'\n")
 
@@ -225,7 +255,7 @@ def test_a_site_can_be_named_by_its_file_with_bases_beside_it(tree):
 
     assert (site.name, site.slurm.mpi, site.slurm.constraint) == ("juniper", "b", "")
     assert site.slurm.gres_name == "a"
-    assert site.leaves["network", "kind"].layer == "file"
+    assert site.leaves["lock", "keys"].layer == "file"
     with pytest.raises(NotFound, match=r"drafts/zzz.toml is not there; check the path"):
         tree.load(str(path.with_name("zzz.toml")))
 

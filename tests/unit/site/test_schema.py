@@ -106,7 +106,12 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(sheet, tex
         ("name = 'good'", 'name is "good" in a file that is called bad; give both the same'),
         ("[partitions.g]\ncpus_per_node = 0", "cpus_per_node is 0; it takes at least 1"),
         ("[baseline]\ntolerance = 1.5", "baseline.tolerance is 1.5; it takes at most 1"),
-        ("[lock]\nkeys = []", "1): [lock] is not a table of a preset any more: users may override"),
+        ("[lock]\nkeys = ['slurm.acount_env']", "lock.keys has slurm.acount_env, which no preset "),
+        ("[lock]\nkeys = ['env.common.X', 'slurm.x_extra']", "did you mean slurm.extra?"),
+        ("[lock]\nkeys = ['settings.slurm.partiton']", "did you mean settings.slurm.partition?"),
+        ("[lock]\nkeys = ['description']", "lock.keys has description, which no preset can have"),
+        ("[lock]\nkeys_add = ['env..X']", "lock.keys has env..X"),
+        ("[lock]\nkeys = ['partitions..qos']", "lock.keys has partitions..qos"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_line_and_what_the_key_takes(sheet, text, message):
@@ -128,6 +133,21 @@ def test_every_fault_of_a_file_is_told_at_once(sheet):
     assert error.value.faults[1][0] == "bad.toml:3"
     assert error.value.faults[1][1].startswith("slurm.requeue is 3")
     assert len(error.value.faults) == 11
+
+
+@pytest.mark.parametrize(
+    "lock",
+    ["env", "env.common", "env.when.new.set.A", "settings", "settings.slurm", "settings.train.lr",
+     "partitions", "partitions.gpu", "partitions.gpu.preemption.mode", "network.hcas"],
+)  # fmt: skip
+def test_a_lock_names_values_or_whole_tables(sheet, lock):
+    assert sheet(f"[lock]\nkeys = ['{lock}']").leaves["lock", "keys"].value == [lock]
+
+
+@pytest.mark.parametrize("layer", ["user", "project"])
+def test_a_lock_of_the_users_own_is_refused(sheet, layer):
+    with pytest.raises(UsageError, match=rf"\[lock\] has no effect in the {layer} layer"):
+        sheet("[lock]\nkeys = []", layer)
 
 
 def test_numbers_become_text_in_an_environment_and_dates_and_times_in_texts(sheet):

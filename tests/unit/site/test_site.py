@@ -91,8 +91,8 @@ def test_a_preset_of_another_version_is_refused(juniper):
         Site.from_plain(plain | {"format": 7})
     with pytest.raises(UsageError, match=r"another version of hpctrain .*'later'"):
         Site.from_plain(plain | {"network": {"later": 1}})
-    with pytest.raises(UsageError, match=r"another version of hpctrain .*'expect'"):
-        Site.from_plain({key: value for key, value in plain.items() if key != "expect"})
+    with pytest.raises(UsageError, match=r"another version of hpctrain .*'lock'"):
+        Site.from_plain({key: value for key, value in plain.items() if key != "lock"})
 
 
 def test_layers_go_from_the_packaged_ones_to_the_users():

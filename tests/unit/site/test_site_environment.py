@@ -12,7 +12,9 @@ from hpctrain.cluster.site.environment import (
     derive,
     holds,
     is_shown,
+    locked_names,
     overridden,
+    paths_of,
     with_settings,
 )
 from hpctrain.cluster.site.load import load_site
@@ -226,6 +228,30 @@ def test_the_flight_recorder_can_be_set_by_either_name(torch):
     found = overridden(derived, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}, "your shell")
 
     assert "TORCH_FR_BUFFER_SIZE" not in found.values
+
+
+@pytest.mark.two_users  # a lock holds where the file is another user's
+def test_a_locked_variable_keeps_the_sites_value(tmp_path):
+    site = preset(tmp_path, JUNIPER + "[lock]\nkeys = ['env.multi_node', 'network.hcas']\n")
+    locked = locked_names(site)
+    assert locked >= {"NCCL_NET", "NCCL_IB_HCA"}
+    assert not {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME"} & locked
+    assert "NCCL_NET" not in locked_names(site, ["env.NCCL_NET"])
+
+    found = overridden(ask(site), {"NCCL_NET": "Socket"}, "the job", locked=locked)
+
+    assert found.values["NCCL_NET"].value == "AWS Libfabric"
+    assert found.notes[-1].startswith("NCCL_NET stays AWS Libfabric: site juniper")
+
+
+def test_every_place_that_has_a_say_in_a_variable_is_known(juniper):
+    assert paths_of(juniper, "NCCL_DEBUG") == [
+        ("env", "common", "NCCL_DEBUG"),
+        ("env", "single_node", "NCCL_DEBUG"),
+    ]
+    assert paths_of(juniper, "NCCL_PROTO") == [("env", "when", "ll128", "set", "NCCL_PROTO")]
+    assert paths_of(juniper, "NCCL_IB_HCA") == [("network", "hcas")]
+    assert paths_of(juniper, "NCCL_ALGO") == []
 
 
 def test_settings_come_into_the_environment_whole():

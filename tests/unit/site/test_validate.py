@@ -308,3 +308,18 @@ def test_what_a_base_says_is_told_at_its_own_file(tmp_path):
 
     assert (found.level, found.where, found.value) == ("error", f"{base}:3", "yes")
     assert re.match(rf"{re.escape(str(base))}:3: env.common.NCCL_CROSS_NIC: ", str(found))
+
+
+@pytest.mark.two_users  # a lock holds where the file is another user's
+def test_a_lock_of_what_has_no_value_is_a_warning(tmp_path):
+    text = 'contact = "me"\n[env.common]\nA = "1"\n[lock]\nkeys = ["env.common", "network.kind"]\n'
+    (tmp_path / "juniper.toml").write_text(text)
+
+    (found,) = validate(load_site("juniper", environ={"HPCTRAIN_SITE_PATH": str(tmp_path)}))
+
+    assert (found.level, found.path, found.where) == (
+        "warning",
+        "lock.keys",
+        f"{tmp_path}/juniper.toml:5",
+    )
+    assert found.message.startswith("network.kind is locked and has no value here")

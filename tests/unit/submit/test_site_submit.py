@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hpctrain.cluster.scheduler.slurm.limits import (
     misfits,
     time_limit,
 )
+from hpctrain.cluster.site import load
 from hpctrain.cluster.site.load import load_site
 from hpctrain.cluster.site.schema import Partition, Preemption
 from hpctrain.core.settings.layers import flag_layer, resolve
@@ -27,7 +29,9 @@ from hpctrain.errors import UsageError
 from hpctrain.launch.change import ResumeRequest, change_spec
 from hpctrain.launch.launch import without_nodes
 from hpctrain.launch.prepare import make_run, prepare
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.submit_requests import request_of
+from tests.support.users import STRANGER
 
 FRONTIER = Partition(
     gpus_per_node=8,
@@ -145,8 +149,9 @@ gpus_per_node = 8
 
 
 @pytest.fixture
-def work(tmp_path):
+def work(tmp_path, monkeypatch):
     """A folder to submit from, with the site `juniper` and an sbatch that nobody calls."""
+    monkeypatch.setattr(load, "ROOT", os.geteuid())
     folder = tmp_path / "work"
     (folder / "sites").mkdir(parents=True)
     (folder / "train.py").write_text("")
@@ -209,7 +214,7 @@ def test_the_preset_of_the_submit_is_in_the_spec(work):
 
     assert spec.preset is not None
     assert spec.preset["partitions"]["batch"]["max_nodes"] == 64
-    assert (spec.site, spec.format) == ("juniper", 3)
+    assert (spec.site, spec.unlocked, spec.format) == ("juniper", [], 3)
 
 
 @pytest.mark.parametrize(
@@ -437,6 +442,69 @@ def test_slurms_cluster_name_is_asked_where_the_shell_has_scontrol(work, monkeyp
     assert ask(work, site=None, environ=environ).spec.site == "juniper"
 
 
+# ---- locks
+
+LOCK = """
+[env.common]
+NCCL_CROSS_NIC = "1"
+NCCL_DEBUG = "WARN"
+[lock]
+keys = ["env.common.NCCL_CROSS_NIC", "settings.slurm.gpus_per_node"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "by"),
+    [
+        ({"env": ("NCCL_CROSS_NIC=0",)}, "env.NCCL_CROSS_NIC", "flag --env"),
+        ({"gpus_per_node": 4}, "settings.slurm.gpus_per_node", "flag --gpus-per-node"),
+        (
+            {"environ": {"NCCL_CROSS_NIC": "2"}},
+            "env.NCCL_CROSS_NIC",
+            "NCCL_CROSS_NIC of your shell",
+        ),
+    ],
+)
+def test_a_locked_value_is_changed_only_when_allowed_and_then_recorded(work, changes, path, by):
+    add(work, LOCK)
+    if "environ" in changes:
+        changes = {"environ": shell(work, PROJECT="lab", **changes["environ"])}
+
+    with pytest.raises(
+        UsageError, match=f"^{path} is locked by .* and changed by {by}; .*-locked$"
+    ):
+        ask(work, **changes)
+
+    allowed = ask(work, allow_locked=True, **changes)
+    assert allowed.spec.unlocked == [path]
+    assert any(path in note and "--allow-locked" in note for note in allowed.notes)
+
+
+def test_the_presets_own_value_and_what_is_not_locked_are_free(work):
+    add(work, LOCK)
+
+    mine = shell(work, PROJECT="x", NCCL_DEBUG="y", NCCL_CROSS_NIC="1")
+    by_flag = ask(work, env=("NCCL_CROSS_NIC=1", "NCCL_DEBUG=INFO"), gpus_per_node=8)
+    by_shell = ask(work, environ=mine)
+
+    assert (by_flag.spec.unlocked, by_shell.spec.unlocked) == ([], [])
+
+
+def test_a_locked_setting_is_held_at_resume_too(work):
+    add(work, LOCK)
+    spec = ask(work).spec
+    flags = {"slurm.gpus_per_node": ("--gpus-per-node", 4)}
+
+    with pytest.raises(UsageError, match=r"^settings.slurm.gpus_per_node is locked"):
+        change_spec(spec, ResumeRequest(flags))
+    changed, notes = change_spec(spec, ResumeRequest(flags, allow_locked=True))
+
+    assert changed.unlocked == ["settings.slurm.gpus_per_node"]
+    assert "--allow-locked" in notes[0]
+    again, notes = change_spec(changed, ResumeRequest({}))
+    assert (again.unlocked, again.settings.slurm.gpus_per_node) == (changed.unlocked, 4)
+
+
 # ---- resume
 
 
@@ -487,14 +555,21 @@ def shell_here(work, monkeypatch):
     return work
 
 
-def test_the_commands_show_notes(shell_here, capsys):
+def test_the_commands_show_notes_and_take_allow_locked(shell_here, capsys):
+    add(shell_here, LOCK)
     argv = ["submit", "--gpus-per-node", "4", "--no-submit", "--name", "mine"]
 
-    assert main(argv) == 0
+    assert main(argv) == 2
+    assert "say --allow-locked" in capsys.readouterr().err
+    assert main([*argv, "--allow-locked"]) == 0
     err = capsys.readouterr().err
     assert "site juniper, as HPCTRAIN_SITE says" in err
     assert "partition batch is taken" in err
-    assert main(["resume", "mine", "--dry-run", "--gpus-per-node", "2"]) == 0
+
+    run = RunDir(shell_here / "runs" / "mine")
+    assert load_spec(run.spec).unlocked == ["settings.slurm.gpus_per_node"]
+    resume = ["resume", "mine", "--dry-run", "--gpus-per-node", "2"]
+    assert main(resume) == 0  # unlocked once, unlocked for this run
 
 
 def test_a_dry_run_shows_the_environment_that_the_ranks_would_get(shell_here, capsys):
@@ -597,3 +672,53 @@ def test_a_site_file_beside_the_settings_must_be_named_and_is_not_passed_over_in
     assert [note for note in alone.notes if note.startswith("site.toml is not used: name it")]
     assert named.spec.preset["slurm"]["mpi"] == "pmix"
     assert not [note for note in named.notes if "is not used" in note]
+
+
+@pytest.fixture
+def admins(work):
+    """The site's preset with locks, known by a variable, in root's hands."""
+    path = work / "sites" / "juniper.toml"
+    path.write_text(JUNIPER + LOCK + "[detect]\nenv.JUNIPER = '1'\n")
+    return path
+
+
+@pytest.fixture
+def mine(work):
+    """A user's own folder of sites, with another preset of that name."""
+    path = work / "mine" / "juniper.toml"
+    path.parent.mkdir()
+    path.write_text(
+        "[settings.slurm]\ngpus_per_node = 2\n[lock]\nkeys = ['settings.slurm.exclude']\n"
+    )
+    return path
+
+
+@pytest.mark.two_users
+def test_a_folder_that_the_shell_names_is_no_admins_unless_root_wrote_it(work, admins, mine):
+    path = f"{mine.parent}:{work / 'sites'}"
+    environ = shell(work, PROJECT="lab") | {"HPCTRAIN_SITE_PATH": path}
+    assert ask(work, environ=environ).spec.preset["lock"]["keys"] == ["settings.slurm.exclude"]
+
+    os.chown(mine, STRANGER.uid, STRANGER.gid)
+    with pytest.raises(UsageError, match=r"gpus_per_node is locked by .* and changed by system"):
+        ask(work, environ=environ)
+
+    allowed = ask(work, environ=environ, allow_locked=True).spec
+    assert "settings.slurm.gpus_per_node" in allowed.unlocked
+    assert "settings.slurm.exclude" not in allowed.preset["lock"]["keys"]
+
+
+@pytest.mark.two_users
+@pytest.mark.parametrize("named", ["none", "other.toml"])
+def test_locks_that_fall_because_another_site_was_named_are_recorded(work, admins, named):
+    (work / "other.toml").write_text("name = 'other'\n[slurm]\naccount_required = false\n")
+    environ = shell(work, PROJECT="lab", JUNIPER="1")
+    site = str(work / named) if named != "none" else named
+
+    made = ask(work, environ=environ, site=site, nodes="1")
+
+    locks = "juniper: settings.slurm.gpus_per_node"
+    assert locks in made.spec.unlocked
+    assert any(note.startswith("locks that do not hold") and locks in note for note in made.notes)
+    assert ask(work, environ=environ, site=None).spec.unlocked == []
+    assert ask(work, environ=environ, site="juniper").spec.unlocked == []
