@@ -50,9 +50,10 @@ interval_s = 600.0
 ## Layers
 
 Later layers win, key by key: packaged presets (`packaged`); `/etc/hpctrain/sites` and the folders
-of `HPCTRAIN_SITE_PATH`, of which the first wins (`system`); `~/.config/hpctrain/sites` (`user`);
-`site.toml` beside `hpctrain.toml` (`project`). `hpctrain.toml`, the environment and flags win over
-all. A file named by its path (`--site ./juniper.toml`) is used without files of that name.
+of `HPCTRAIN_SITE_PATH`, of which the first wins (`system`); `~/.config/hpctrain/sites` (`user`).
+`hpctrain.toml`, the environment and flags win over all. A file named by its path (`--site
+./juniper.toml`, or `site = "./juniper.toml"` in a project's `hpctrain.toml`) is used without files
+of that name.
 `hpctrain sites show NAME --origin` prints layer, file and line of each value.
 
 ## Rules for every table

@@ -61,13 +61,12 @@ def command(partition: str, cluster: str | None, *, as_json: bool) -> None:
             f"the scheduler shows no queue of {where}: it gave no answer within 2 s, or there is "
             "no such partition; `sinfo` lists them"
         )
-    limits = scheduler.own_limits()
     if as_json:
-        echo_json(as_value(view, partition, limits))
+        echo_json(as_value(view, partition))
         return
     from hpctrain.core.drawing import echo_table
 
-    echo_table(facts(view, partition, limits))
+    echo_table(facts(view, partition))
     click.echo()
     header, rows = table(view)
     echo_table(rows, header=header, right=range(1, len(header)))
@@ -99,8 +98,8 @@ def starts(view: QueueView) -> list[dict[str, Any]]:
     ]
 
 
-def facts(view: QueueView, partition: str, limits: list[str]) -> list[tuple[str, str]]:
-    """Return what is said of the partition and of the user."""
+def facts(view: QueueView, partition: str) -> list[tuple[str, str]]:
+    """Return what is said of the partition."""
     free = len(view.free(view.now, view.now + 1))
     limit = "no time limit" if view.max_time_s is None else f"limit {duration(view.max_time_s)}"
     planned = sum(claim.start > view.now for claim in view.claims)
@@ -109,7 +108,6 @@ def facts(view: QueueView, partition: str, limits: list[str]) -> list[tuple[str,
         ("partition", f"{partition or '(default)'}: {count(len(view.nodes), 'node')}, {limit}"),
         ("free now", f"{free} of them{': ' if holes else ''}{', '.join(holes)}"),
         ("waiting", f"{count(planned, 'job')} with a planned start, {view.unplanned} without"),
-        *(("you", line) for line in limits or ["not known: accounting says nothing"]),
     ]
 
 
@@ -136,7 +134,7 @@ def table(view: QueueView) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def as_value(view: QueueView, partition: str, limits: list[str]) -> dict[str, Any]:
+def as_value(view: QueueView, partition: str) -> dict[str, Any]:
     """Return the same for programs."""
     return {
         "partition": partition,
@@ -151,7 +149,6 @@ def as_value(view: QueueView, partition: str, limits: list[str]) -> dict[str, An
         "planned": sum(claim.start > view.now for claim in view.claims),
         "unplanned": view.unplanned,
         "starts": starts(view),
-        "own_limits": limits,
     }
 
 

@@ -294,7 +294,7 @@ def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
 
     if flags["site"] is None:
         return None, None
-    site = load_site(flags["site"], project=Path.cwd())
+    site = load_site(flags["site"])
     name = flags["partition"]
     if name is not None:
         if name not in site.partitions:

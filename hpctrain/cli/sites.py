@@ -51,7 +51,7 @@ def command() -> None:
     hpctrain sites validate mine.toml              is it right?
 
     Presets are TOML files: those that come with hpctrain, then /etc/hpctrain/sites and
-    HPCTRAIN_SITE_PATH, then ~/.config/hpctrain/sites, then site.toml beside hpctrain.toml.
+    HPCTRAIN_SITE_PATH, then ~/.config/hpctrain/sites.
     A file is laid on those of the same name in the layers below.
     """  # noqa: D301 - click wants the control character
 
@@ -161,7 +161,7 @@ def show_command(
     """  # noqa: D301 - click wants the control character
     if not with_env and (nodes is not None or assume):
         raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
-    site = load_site(name, project=Path.cwd())
+    site = load_site(name)
     derived = _derived(site, nodes or 1, assume) if with_env else None
     if as_json:
         echo_json(_site_plain(site, derived))
@@ -257,7 +257,7 @@ def detect_command(*, as_json: bool) -> None:
     from hpctrain.cluster.site.detect import detect, look_around
 
     here = look_around(os.environ, lambda: name_here(os.environ))
-    detected = detect(identities(os.environ, project=Path.cwd()), here)
+    detected = detect(identities(os.environ), here)
     if as_json:
         echo_json(_detected_plain(detected))
     elif detected is None:

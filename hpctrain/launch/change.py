@@ -49,6 +49,8 @@ SAME_RUN = (
     "data_limit_mb",
 )  # fmt: skip
 """Of [train]: another value would be another model, or other samples."""
+PROJECT_FILE = "site.toml"
+"""A preset beside the settings, which was a layer of its own once: it must not stay silent."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def find_site(
     """The site of a new run.
 
     `given` stood behind --site; `project` is the folder of the settings file; `default` is the site
-    where none is named, "" where it is detected.
+    where none is named, "" where it is detected. A site.toml in `project` must be named.
 
     Raises:
         NotFound: there is no site of that name.
@@ -183,10 +185,15 @@ def find_site(
     named = name is not None
     name = name or default or None
     here = look_around(environ, lambda: name_here(environ))
-    site, how = choose_here(name, environ, here, project=project)
+    site, how = choose_here(name, environ, here)
     if name is None:
         # Most clusters have no preset: that nothing matched is no news.
-        return SiteChoice(site, [how] if site is not None or "matches (" in how else [])
+        notes = [how] if site is not None or "matches (" in how else []
+        if (project / PROJECT_FILE).is_file():
+            notes.append(
+                f"{PROJECT_FILE} is not used: name it, by --site or `site` in hpctrain.toml"
+            )
+        return SiteChoice(site, notes)
     return SiteChoice(site, [f"site {name}, as {by} says"] if by else [], named)
 
 

@@ -65,7 +65,6 @@ def check_login(
         *check_preset(site),
         *([] if cluster.on_this_machine else check_mount(runs, mounts)),
         *check_room(runs),
-        *cluster.check_settings(spec),
     ]
 
 

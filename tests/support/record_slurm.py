@@ -35,8 +35,6 @@ CLUSTER_QUESTIONS = {
     "queue": ["squeue", "--noheader", f"--format={QUEUE_FORMAT}"],
     "associations": ["sacctmgr", "--noheader", "--parsable2", "show", "association",
                      "format=Account"],
-    "qos": ["sacctmgr", "--noheader", "--parsable2", "show", "qos",
-            "format=Name,Preempt,PreemptMode"],
 }  # fmt: skip
 
 

@@ -399,10 +399,6 @@ class Cluster(Protocol):
         """
         return settings, []
 
-    def check_settings(self, spec: Spec) -> list[Result]:
-        """What to warn of before a job, in a preflight."""
-        return []
-
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
         """The script of a job that looks at its nodes; "" where none is needed.
 
@@ -426,10 +422,6 @@ class Cluster(Protocol):
 
     def own_waits(self) -> list[WaitRecord]:
         """Waits of this user's jobs by accounting, oldest first; none where it is silent."""
-        return []
-
-    def own_limits(self) -> list[str]:
-        """What accounting says of this user's limits and share, a line each; none if silent."""
         return []
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:

@@ -27,6 +27,7 @@ from hpctrain.core.base.env import (
     HPCTRAIN_PORT,
     HPCTRAIN_PREFLIGHT_KEY,
 )
+from hpctrain.core.base.files import whole_file
 from hpctrain.core.base.process import free_port, own_program
 from hpctrain.core.base.records import EndReason, JobFacts, JobInfo, JobRequest, JobStart, JobState
 from hpctrain.core.settings.check import node_range, time_s
@@ -108,10 +109,8 @@ def create(record: LocalJobRecord) -> LocalJobRecord:
 
 def write(record: LocalJobRecord) -> None:
     """Replace the record. The controller alone calls it once it runs."""
-    path = job_dir(record.job_id) / "job.json"
-    staged = path.with_suffix(".new")
-    staged.write_text(json.dumps(asdict(record)))
-    staged.replace(path)
+    with whole_file(job_dir(record.job_id) / "job.json") as staged:
+        staged.write_text(json.dumps(asdict(record)))
 
 
 def read(job_id: str) -> LocalJobRecord | None:

@@ -11,19 +11,13 @@ import json
 import re
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.site.load import (
-    PROJECT_FILE,
-    identities,
-    load_site,
-    project_name,
-    require_usable,
-)
+from hpctrain.cluster.site.load import identities, load_site, require_usable
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -126,16 +120,12 @@ def detect(sites: Iterable[Site], here: Surroundings) -> Detected | None:
 
 
 def choose(
-    name: str | None,
-    environ: Mapping[str, str],
-    surroundings: Surroundings,
-    *,
-    project: Path | None = None,
+    name: str | None, environ: Mapping[str, str], surroundings: Surroundings
 ) -> tuple[Site | None, str]:
     """The site to use, and how it was chosen, in words for the user.
 
-    "none" is no site at all, None looks for one. The project's site.toml is the site where no other
-    is known. The surroundings are not touched where a site was named.
+    "none" is no site at all, None looks for one. The surroundings are not touched where a site was
+    named.
 
     Raises:
         NotFound: the named site is not there.
@@ -144,19 +134,14 @@ def choose(
     if name == NO_SITE:
         return None, "no site, as asked for"
     if name:
-        site = load_site(name, environ=environ, project=project)
+        site = load_site(name, environ=environ)
         require_usable(site)
         return site, f"site {site.name}, as named"
-    detected = detect(identities(environ, project=project), surroundings)
+    detected = detect(identities(environ), surroundings)
     match = detected.require_one() if detected else None
     if match is not None:
-        site = load_site(match.name, environ=environ, project=project)
+        site = load_site(match.name, environ=environ)
         return site, f"site {site.name}, because {match.reasons[0]} (--site none for no site)"
-    own = project_name(project)
-    if own is not None:
-        site = load_site(own, environ=environ, project=project)
-        require_usable(site)
-        return site, f"site {own}, from {PROJECT_FILE} beside the settings"
     passed = detected.matches[0] if detected else None
     if passed is not None:
         return (
@@ -287,9 +272,6 @@ class ClusterFacts:
     partitions: tuple[PartitionFacts, ...] = ()
     preempt_type: str = ""
     """preempt/none, preempt/partition_prio, preempt/qos."""
-    qos_preemption: tuple[str, ...] = ()
-    """With preempt/qos, in words: who preempts whom, how."""
-    exempt_s: int = 0
     job_requeue: bool | None = None
     kill_wait_s: int | None = None
     send_user_signal: bool | None = None
@@ -297,10 +279,6 @@ class ClusterFacts:
     """For which a requeued job waits."""
     select_type: str = ""
     has_gpus: bool = False
-    accounts: tuple[str, ...] = ()
-    """Those of the user who asks."""
-    unasked: tuple[str, ...] = field(default=())
-    """What could not be asked, in words."""
 
 
 SOURCE = "slurm"
@@ -316,14 +294,13 @@ def site_name(cluster: str) -> str:
 
 def draft(facts: ClusterFacts, *, name: str, today: str) -> str:
     """The text of a preset that says what SLURM says, each value with its source."""
-    reported_by = f"scontrol and sacctmgr of {facts.name}, SLURM {facts.version}, {today}"
+    reported_by = f"scontrol of {facts.name}, SLURM {facts.version}, {today}"
     lines = [
         f"# A draft from SLURM {facts.version} itself, made by `hpctrain sites init --from-slurm`.",
         "# What SLURM does not tell is left out: unknown stays unknown. To do:",
         "#   contact       who answers for this file",
         "#   [network]     `hpctrain sites probe --toml`, run on a compute node, prints a draft",
         "#   then          `hpctrain sites validate FILE` and `hpctrain check --site FILE`",
-        *(f"# Could not be asked: {what}" for what in facts.unasked),
         "",
         "schema = 1",
         f"name = {_text(name)}",
@@ -368,10 +345,7 @@ def _slurm(facts: ClusterFacts) -> list[str]:
         lines.append(
             f"# A requeued job waits {facts.requeue_wait_s} s (cred_expire): hpctrain help sites.md"
         )
-    if facts.accounts:
-        shown = ", ".join(facts.accounts[:3]) + (", ..." if len(facts.accounts) > 3 else "")  # noqa: PLR2004 - an example
-        lines.append(f"# account_required = true # if jobs without one are refused; yours: {shown}")
-    return [*lines, ""]
+    return [*lines, "# account_required = true # if jobs without an account are refused", ""]
 
 
 def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
@@ -393,7 +367,8 @@ def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
         "mem_gib": round(partition.mem_mib / 1024, 1) if partition.mem_mib else None,
         "max_time": partition.max_time or None,
         "min_nodes": partition.min_nodes if partition.min_nodes > 1 else None,
-        "max_nodes": partition.nodes if partition.max_nodes is None else partition.max_nodes,
+        "max_nodes": (partition.nodes if partition.max_nodes is None else partition.max_nodes)
+        or None,
         "exclusive": partition.exclusive or None,
     }
     lines += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]
@@ -409,8 +384,7 @@ def _partition(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
 
 def _preemption(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
     if facts.preempt_type == "preempt/qos":
-        words = [f"# {line}" for line in facts.qos_preemption]
-        return ['mode = "unknown" # it depends on the quality of service:', *words]
+        return ['mode = "unknown" # it depends on the quality of service']
     if not partition.preempt_mode:
         return ['mode = "none"']
     mode = _text(_MODES.get(partition.preempt_mode, "unknown"))
@@ -422,8 +396,6 @@ def _preemption(partition: PartitionFacts, facts: ClusterFacts) -> list[str]:
         lines.append('signal = "SIGUSR2" # the one that the job asked for with --signal')
     elif partition.grace_s or facts.kill_wait_s:
         lines.append('signal = "SIGTERM"')
-    if facts.exempt_s:
-        lines.append(f"exempt_s = {facts.exempt_s}")
     return lines
 
 

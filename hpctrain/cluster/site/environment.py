@@ -291,30 +291,19 @@ def _differs(name: str, before: Value, now: str, by: str, *, keeps: bool) -> str
     return f"{name} is {now} by {by}, not {before.value} ({before.origin})"
 
 
-def _parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The parts of a condition, all of which must hold: `[(">=", (2, 21)), ("<", (2, 24))]`."""
-    parts = []
-    for part in text.split(","):
-        match = _CONDITION.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(
-                f'"{text}" is not a condition on a version; it takes parts such as >=2.27, '
-                "joined by commas that mean `and`"
-            )
-        parts.append((match[1], _key(match[2])))
-    return parts
-
-
 def holds(condition: str, version: str) -> bool:
-    """Whether a version meets the condition; 2.9 and 2.9.0 are the same, `+cu128` does not count.
+    """Whether a version meets a condition as `fields.VERSIONS` has it, such as >=2.21,<2.24.
+
+    2.9 and 2.9.0 are the same, and `+cu128` does not count.
 
     Raises:
-        ValueError: the condition is not one, or the version does not begin with a number.
+        ValueError: the version does not begin with a number.
     """
     match = _NUMBERS.match(version.strip())
     if match is None:
         raise ValueError(f'"{version}" does not begin like a version')
-    return all(_COMPARE[sign](_key(match[1]), bound) for sign, bound in _parse_condition(condition))
+    own = _key(match[1])
+    return all(_COMPARE[sign](own, _key(bound)) for sign, bound in _CONDITION.findall(condition))
 
 
 def _key(digits: str) -> tuple[int, ...]:

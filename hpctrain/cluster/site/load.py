@@ -9,21 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.site.schema import GIVEN, PACKAGED, PROJECT, SYSTEM, USER, Site
+from hpctrain.cluster.site.schema import GIVEN, PACKAGED, SYSTEM, USER, Site
 from hpctrain.cluster.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 from hpctrain.core.base.env import HPCTRAIN_SITE_PATH
 from hpctrain.core.base.files import data_dir
 from hpctrain.core.settings.fields import IN_WORDS, NAME
 from hpctrain.core.settings.layers import did_you_mean, read_toml
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.ledger.run.ownership import ROOT, refuse_planted
+from hpctrain.ledger.run.ownership import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SYSTEM_SITES = Path("/etc/hpctrain/sites")
-PROJECT_FILE = "site.toml"
-"""Beside the settings file: the project's own layer."""
 
 
 def layers(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
@@ -49,14 +47,11 @@ def user_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(config, "hpctrain") if config.startswith("/") else None
 
 
-def load_site(
-    name: str, *, environ: Mapping[str, str] | None = None, project: Path | None = None
-) -> Site:
+def load_site(name: str, *, environ: Mapping[str, str] | None = None) -> Site:
     """Read a site from every layer that has a say.
 
     A path of a .toml file is taken without the layers' files of the same name; what it extends is
-    looked for there and, on top, beside it. The site.toml of `project`, the settings file's folder,
-    is the topmost layer unless it has another site's name.
+    looked for there and, on top, beside it.
 
     Raises:
         NotFound: no layer has such a site.
@@ -64,14 +59,9 @@ def load_site(
     """
     finder = _PresetFinder(os.environ if environ is None else environ)
     own = finder.given(Path(name)) if name.endswith(".toml") else finder.files_of(name)
-    stem = own[0].name if own else name
-    # One that was named is not refused as one that was found.
-    named = name.endswith(".toml") and Path(name).absolute() == _project_file(project)
-    top = None if named else _project_values(project, stem)
-    if top is not None:
-        own.append(top)
     if not own:
         raise finder.missing(name)
+    stem = own[0].name
     return build(stem, [*finder.bases(own, [stem]), *own])
 
 
@@ -95,7 +85,7 @@ def site_files(environ: Mapping[str, str] | None = None) -> dict[str, list[tuple
     return by_name
 
 
-def identities(environ: Mapping[str, str], *, project: Path | None = None) -> list[Site]:
+def identities(environ: Mapping[str, str]) -> list[Site]:
     """Every site that has a [detect] of its own, with what it is and how it is known, no more.
 
     Bases are not read: these two are nothing that a preset takes from what it extends.
@@ -109,13 +99,7 @@ def identities(environ: Mapping[str, str], *, project: Path | None = None) -> li
         for name, files in site_files(environ).items()
         if any(_mentions_detect(path) for _, path in files)
     ]
-    own = project_name(project)
-    sites: list[Site] = []
-    for name in [*names, *([own] if own and own not in names else [])]:
-        top = _project_values(project, name)
-        preset_files = [*finder.files_of(name), *([top] if top else [])]
-        sites.append(build(name, [_identity(site_file) for site_file in preset_files]))
-    return sites
+    return [build(name, [_identity(one) for one in finder.files_of(name)]) for name in names]
 
 
 def _mentions_detect(path: Path) -> bool:
@@ -131,18 +115,6 @@ def _identity(site_file: SiteFileValues) -> SiteFileValues:
         for held in (site_file.leaves, site_file.added)
     )
     return replace(site_file, leaves=leaves, added=added, tables={})
-
-
-def project_name(project: Path | None) -> str | None:
-    """The site that a project's site.toml is for: its `name`, "project" without one.
-
-    None where the project has no such file.
-
-    Raises:
-        UsageError: the file is wrong.
-    """
-    site_file = _project_values(project, None)
-    return None if site_file is None else site_file.text("name") or PROJECT
 
 
 def require_usable(site: Site) -> None:
@@ -188,10 +160,7 @@ class _PresetFinder:
         path = path.absolute()
         if path.parent not in [folder for _, folder in self.folders]:
             self.folders.append((GIVEN, path.parent))
-        if path.name == PROJECT_FILE:
-            site_file = _project_values(path.parent, None, named=True)
-        else:
-            site_file = _read(path, GIVEN, None)
+        site_file = _read(path, GIVEN, None)
         if site_file is None:
             raise NotFound(f"{path} is not there; check the path")
         return [site_file]
@@ -240,27 +209,3 @@ def _is_roots(path: Path) -> bool:
     """Whether root has written a file: HPCTRAIN_SITE_PATH and --site can name anybody's."""
     status = path.stat()
     return status.st_uid == ROOT and not status.st_mode & stat.S_IWOTH
-
-
-def _project_file(project: Path | None) -> Path | None:
-    return None if project is None else project.absolute() / PROJECT_FILE
-
-
-def _project_values(
-    project: Path | None, name: str | None, *, named: bool = False
-) -> SiteFileValues | None:
-    """The project's file if it is for that site; None for any."""
-    if project is None:
-        return None
-    path = project / PROJECT_FILE
-    if not named:
-        refuse_planted(path, flag=f"--site ./{PROJECT_FILE}")
-    try:
-        file = read_toml(path)
-    except NotFound:
-        return None
-    given = file.values.get("name")
-    own = given if isinstance(given, str) else name or PROJECT
-    if name not in {None, own}:
-        return None
-    return take_apart(file, name=own, layer=PROJECT)

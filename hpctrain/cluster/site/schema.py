@@ -157,11 +157,13 @@ class Partition(Table):
     description: str = field("", "what it is for")
     gpus_per_node: int | None = field(None, "GPUs of a node")
     gpu: str = field("", "their model")
-    cpus_per_node: int | None = field(None, "CPU cores that a job can use, not those there are")
-    mem_gib: float | None = field(None, "memory of a node that a job can use, GiB")
+    cpus_per_node: int | None = field(
+        None, "CPU cores that a job can use, not all of them", least=1
+    )
+    mem_gib: float | None = field(None, "memory of a node that a job can use, GiB", least=1)
     max_time: str = field("", "longest job, [days-]hours:minutes:seconds", pattern=TIME)
-    min_nodes: int | None = field(None, "fewest nodes of a job")
-    max_nodes: int | None = field(None, "most nodes of a job")
+    min_nodes: int | None = field(None, "fewest nodes of a job", least=1)
+    max_nodes: int | None = field(None, "most nodes of a job", least=1)
     walltime_bins: dict[str, str] = field(
         {},
         "nodes MIN-MAX (or MIN-) to the longest job of that size",
@@ -192,8 +194,8 @@ class Network(Table):
     hca_mode: str = field(
         "exact", "whether `hcas` are whole names or beginnings", choices=("exact", "prefix")
     )
-    rate_gbps: int | None = field(None, "of one adapter, Gb/s")
-    nics_per_node: int | None = field(None, "adapters of a node")
+    rate_gbps: int | None = field(None, "of one adapter, Gb/s", least=1)
+    nics_per_node: int | None = field(None, "adapters of a node", least=1)
     link_layer: str = field("", "of the adapters", choices=("", "InfiniBand", "Ethernet"))
     rendezvous_host: str = field(
         "", "name under which ranks reach the first node, e.g. {host}i; empty for its own"
@@ -267,7 +269,9 @@ class Storage(Table):
     flock: str = field(
         "unknown", "what flock(2) holds there", choices=("coherent", "local", "none", "unknown")
     )
-    purge_days: int | None = field(None, "days without access after which files are deleted")
+    purge_days: int | None = field(
+        None, "days without access after which files are deleted", least=1
+    )
     quota_cmd: str = field("", "the command that shows a user's quota")
 
 
@@ -292,7 +296,7 @@ class Baseline(Table):
         {}, "nodes to bus bandwidth of an all-reduce, GB/s (10^9 bytes)", keys=COUNT
     )
     size_mib: int | None = field(None, "size of that all-reduce, MiB")
-    tolerance: float = field(0.8, "a node group below this share of it is slow")
+    tolerance: float = field(0.8, "a node group below this share of it is slow", most=1)
 
 
 class Expect(Table):
@@ -371,32 +375,20 @@ def unknown(path: Sequence[str], keys: Mapping[str, Key]) -> str:
     if table == SETTINGS:
         hint = did_you_mean(name, keys, f"there are {', '.join(keys)}")
         return f"{'.'.join(path)} is no section of hpctrain's settings; {hint}"
-    hint = _hint(table, name, keys) if table else _hint_at_top(name)
-    return f"{'.'.join(path)} is not a key of a site preset; {hint}"
+    return f"{'.'.join(path)} is not a key of a site preset; {_hint(table, name, keys)}"
 
 
 def _hint(table: str, name: str, keys: Mapping[str, Key]) -> str:
     if table == "env" and name.isupper():
         return f"put it under {_ENV_GROUPS}"
     top = table.partition(".")[0]
-    if key_at((SETTINGS, top, name)):
-        return f"as a default of hpctrain's setting it belongs under [{SETTINGS}.{top}]"
+    if key_at((SETTINGS, top, name) if top else (SETTINGS, name)):
+        return f"as a default of hpctrain's settings it belongs under [{SETTINGS}.{top or name}]"
     if near := nearest(name, keys):
-        return f"did you mean {table}.{near[0]}?"
+        return f"did you mean {'.'.join(filter(None, [table, *near]))}?"
     if elsewhere := [path for path in _paths() if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(elsewhere)}?"
-    return f"[{table}] has {', '.join(keys)}"
-
-
-def _hint_at_top(name: str) -> str:
-    if key_at((SETTINGS, name)):
-        return f"as defaults of hpctrain's settings put it under [{SETTINGS}.{name}]"
-    if near := nearest(name, KEYS):
-        return f"did you mean {near[0]}?"
-    if elsewhere := [path for path in _paths() if path.endswith(f".{name}")]:
-        table = elsewhere[0].rpartition(".")[0]
-        return f"it stands outside its table; put it under [{table}]"
-    return f"there are {', '.join(KEYS)}"
+    return f"{f'[{table}] has' if table else 'there are'} {', '.join(keys)}"
 
 
 def wrong_lock(text: str) -> str | None:
@@ -428,7 +420,7 @@ def _below(key: Key, at: str) -> list[str]:
 FORMAT = 1
 """Of what `as_plain` gives."""
 
-PACKAGED, SYSTEM, USER, PROJECT = "packaged", "system", "user", "project"
+PACKAGED, SYSTEM, USER = "packaged", "system", "user"
 GIVEN = "file"
 """The layer of a site that was named by its file."""
 ADMINS = (PACKAGED, SYSTEM, GIVEN)
@@ -452,7 +444,7 @@ class PresetValue:
 
     value: Any
     layer: str
-    """packaged, system, user, project; "file" where the site was named by its file."""
+    """packaged, system, user; "file" where the site was named by its file."""
     file: str
     line: int
     """Counted from 1; 0 where it is not known."""

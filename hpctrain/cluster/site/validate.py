@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.cluster.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.cluster.nccl.rules import DEBUG, ERROR, Context, check_environment, check_variable
-from hpctrain.cluster.site.schema import KeyPath, Partition, PresetFinding, Site, When, dotted
+from hpctrain.cluster.site.schema import KeyPath, Partition, PresetFinding, Site, dotted
 from hpctrain.cluster.site.sheet import DERIVED
 from hpctrain.core.base import clock
-from hpctrain.core.settings.check import node_range, time_s
-from hpctrain.core.settings.layers import did_you_mean, resolve
+from hpctrain.core.settings.check import time_s
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_LINK_OF = {"ib": "InfiniBand", "roce": "Ethernet"}
 _GPU_FLAGS = {
     "gpus-per-node": "--gpus-per-node",
     "gres": "--gres",
@@ -62,7 +60,6 @@ def facts(site: Site) -> Iterator[Said]:
         yield from _partition(name, partition)
         yield from _preemption(site, name, partition)
     yield from _network(site)
-    yield from _rest(site)
 
 
 def _option(text: str) -> str:
@@ -100,15 +97,8 @@ def _slurm(site: Site) -> Iterator[Said]:
         )
 
 
-def _positive(path: KeyPath, number: float | None, what: str) -> Iterator[Said]:
-    if number is not None and number <= 0:
-        yield error(path, f"is {number}, and {what}; write what there is, or leave it out")
-
-
 def _partition(name: str, partition: Partition) -> Iterator[Said]:
     at = ("partitions", name)
-    for key in ("cpus_per_node", "mem_gib", "min_nodes", "max_nodes"):
-        yield from _positive((*at, key), getattr(partition, key), "no node does without")
     least, most = partition.min_nodes, partition.max_nodes
     if least and most and least > most:
         yield error(
@@ -126,10 +116,11 @@ def _partition(name: str, partition: Partition) -> Iterator[Said]:
         yield error(
             (*at, "gpu"), f"is {partition.gpu} and gpus_per_node is 0; change one of the two"
         )
-    limit = seconds(partition.max_time)
-    if partition.max_time and limit is None:
-        yield error((*at, "max_time"), f"is {partition.max_time}, which leaves no time to train")
-    yield from _bins(at, partition, limit)
+    limits: dict[KeyPath, str] = {(*at, "max_time"): partition.max_time}
+    limits |= {(*at, "walltime_bins", nodes): t for nodes, t in partition.walltime_bins.items()}
+    for path, time in limits.items():
+        if time and seconds(time) is None:
+            yield error(path, f"is {time}, which leaves no time to train; write the limit")
 
 
 def seconds(text: str) -> int | None:
@@ -138,54 +129,6 @@ def seconds(text: str) -> int | None:
         return time_s(text)
     except UsageError:
         return None
-
-
-def _bin(text: str) -> tuple[int, float]:
-    """Fewest and most nodes of a bin; without an upper end, any number."""
-    least, _, most = text.partition("-")
-    return int(least), int(most) if most else float("inf")
-
-
-def _bins(at: KeyPath, partition: Partition, limit: int | None) -> Iterator[Said]:
-    """Bins of walltime: in order, one beside the other, within the partition's own limits."""
-    before: tuple[str, float] | None = None
-    for text, time in partition.walltime_bins.items():
-        here, (least, most) = (*at, "walltime_bins", text), _bin(text)
-        yield from _order(here, before, partition.max_nodes)
-        took = seconds(time)
-        if took is None:
-            yield error(here, f"is {time}, which leaves no time to train; write the limit")
-        elif limit is not None and took > limit:
-            yield error(
-                here,
-                f"is {time} and max_time is {partition.max_time}; the shorter one holds, so raise "
-                "max_time or lower this",
-            )
-        before = (text, max(least, most))
-
-
-def _order(
-    here: KeyPath, before: tuple[str, float] | None, max_nodes: int | None
-) -> Iterator[Said]:
-    """Whether a bin continues where the one before ends."""
-    text = here[-1]
-    least, most = _bin(text)
-    if most < least:
-        yield error(here, f"{text} has its maximum below its minimum; swap the two")
-    elif max_nodes and least > max_nodes:
-        yield error(
-            here, f"{text} is beyond max_nodes, which is {max_nodes}; take one of them away"
-        )
-    elif before and least <= before[1]:
-        yield error(
-            here,
-            f"{text} begins within or before {before[0]}, so a job of {least} nodes has two "
-            "limits; write the bins in order, one beside the other",
-        )
-    elif before and least > before[1] + 1:
-        yield warning(
-            here, f"no bin holds jobs of {before[1] + 1:.0f} to {least - 1} nodes; close the gap"
-        )
 
 
 def _preemption(site: Site, name: str, partition: Partition) -> Iterator[Said]:
@@ -199,8 +142,10 @@ def _preemption(site: Site, name: str, partition: Partition) -> Iterator[Said]:
                 )
     if preemption.mode == "requeue":
         yield from _requeue(site, name)
-    if preemption.signal:
-        yield from _signal(site, at, preemption.signal, preemption.grace_s)
+    if preemption.signal and preemption.signal not in signal.Signals.__members__:
+        yield error(
+            (*at, "signal"), f"is {preemption.signal}, which is no signal; write e.g. SIGTERM"
+        )
 
 
 def _requeue(site: Site, name: str) -> Iterator[Said]:
@@ -221,25 +166,6 @@ def _requeue(site: Site, name: str) -> Iterator[Said]:
             path,
             "is requeue, and every job gets --no-requeue, which makes SLURM cancel it; take "
             "--no-requeue away: hpctrain sets what it needs",
-        )
-
-
-def _signal(site: Site, at: KeyPath, name: str, grace_s: int | None) -> Iterator[Said]:
-    full = name if name.startswith("SIG") else f"SIG{name}"
-    if full not in signal.Signals.__members__:
-        yield error((*at, "signal"), f"is {name}, which is no signal; write e.g. SIGTERM")
-    elif full == "SIGKILL":
-        yield error(
-            (*at, "signal"),
-            "is SIGKILL, which no program can hear: that is no notice; leave it out",
-        )
-    elif full != name:
-        yield warning((*at, "signal"), f"is {name}; write {full}, as the manual has it")
-    if grace_s == 0 and site.slurm.kill_wait_s == 0:
-        yield warning(
-            (*at, "grace_s"),
-            f"is 0 and so is slurm.kill_wait_s, so the kill comes together with {name} and no save "
-            "fits between; leave signal out, or write how long the notice is",
         )
 
 
@@ -269,11 +195,11 @@ def _network(site: Site) -> Iterator[Said]:
                 f'"{name}" is in network.socket_ifnames too, and no adapter is an interface; '
                 "write names of /sys/class/infiniband",
             )
-    if net.hcas and net.kind not in {"", *_LINK_OF}:
+    if net.hcas and net.kind not in {"", "ib", "roce"}:
         yield warning(
             adapters, f"counts on ib and roce only, and network.kind is {net.kind}; leave it out"
         )
-    yield from _places(site)
+    yield from _rendezvous(net.rendezvous_host)
 
 
 def _names(path: KeyPath, names: Sequence[str], most: int) -> Iterator[Said]:
@@ -288,21 +214,8 @@ def _names(path: KeyPath, names: Sequence[str], most: int) -> Iterator[Said]:
         )
 
 
-def _places(site: Site) -> Iterator[Said]:
-    """Links, and the name under which ranks meet."""
-    net = site.network
-    link = _LINK_OF.get(net.kind)
-    if link and net.link_layer and net.link_layer != link:
-        yield error(
-            ("network", "link_layer"),
-            f"is {net.link_layer} and network.kind is {net.kind}, which has {link}; write "
-            f'kind = "{"roce" if net.kind == "ib" else "ib"}", or correct the link layer',
-        )
-    for key in ("rate_gbps", "nics_per_node"):
-        yield from _positive(("network", key), getattr(net, key), "a fabric has some")
-    if net.hcas and net.hca_mode == "exact" and net.nics_per_node:
-        yield from _count(site, net.nics_per_node)
-    template = net.rendezvous_host
+def _rendezvous(template: str) -> Iterator[Said]:
+    """The name under which ranks meet."""
     if template and re.sub(r"\{host\}", "", template, count=1) == template:
         yield error(
             ("network", "rendezvous_host"),
@@ -314,29 +227,6 @@ def _places(site: Site) -> Iterator[Said]:
             ("network", "rendezvous_host"),
             f'is "{template}", and only {{host}} is filled in; write e.g. {{host}}i',
         )
-
-
-def _count(site: Site, nics: int) -> Iterator[Said]:
-    if len(site.network.hcas) > nics:
-        yield warning(
-            ("network", "hcas"),
-            f"names {len(site.network.hcas)} adapters and network.nics_per_node is {nics}; "
-            "adapters for storage do not belong here",
-        )
-
-
-def _rest(site: Site) -> Iterator[Said]:
-    if not 0 < site.baseline.tolerance <= 1:
-        yield error(
-            ("baseline", "tolerance"),
-            f"is {site.baseline.tolerance}, and it is a share of the baseline; write e.g. 0.8",
-        )
-    for nodes, rate in site.baseline.allreduce_busbw_gbs.items():
-        path = ("baseline", "allreduce_busbw_gbs", nodes)
-        yield from _positive(path, rate, "a bandwidth is more than nothing")
-    yield from _positive(
-        ("storage", "purge_days"), site.storage.purge_days, "0 would delete files at once"
-    )
 
 
 _AT_LEAST = re.compile(r">=?\s*(\d+(?:\.\d+)*)")
@@ -362,7 +252,6 @@ def environment(site: Site) -> Iterator[Said]:
     """What the rules say of every environment that the preset can give."""
     yield from _twice(site)
     yield from _module_words(site)
-    yield from _conditional(site)
     for product in _products(site):
         context = Context(
             kind=site.network.kind,
@@ -377,7 +266,6 @@ def environment(site: Site) -> Iterator[Said]:
             for problem in problems:
                 if problem.level != DEBUG or not (leaf and leaf.why):
                     yield Said(problem.level, path, problem.message)
-    yield from _alone(site)
 
 
 def _value(site: Site, path: KeyPath) -> str:
@@ -437,48 +325,6 @@ def _module_words(site: Site) -> Iterator[Said]:
         )
 
 
-def _conditional(site: Site) -> Iterator[Said]:
-    """[env.when.*] tables that do nothing, or the same for everybody."""
-    for key, when in site.env.when.items():
-        at_when = ("env", "when", key)
-        for name in sorted(set(when.set) & set(when.unset)):
-            yield error(
-                (*at_when, "set", name), f"{name} is in the condition's unset too; keep one"
-            )
-        if not when.set and not when.unset:
-            yield warning(at_when, f"{dotted(at_when)} sets nothing; give it `set` or take it away")
-        if not _conditions(when):
-            yield warning(
-                at_when,
-                f"{dotted(at_when)} has no condition and always holds; move its variables to "
-                "env.common, or give it nccl, torch, plugin, gpu or nodes",
-            )
-
-
-def _conditions(when: When) -> bool:
-    return any((when.nccl, when.torch, when.plugin, when.gpu, when.nodes))
-
-
-def _alone(site: Site) -> Iterator[Said]:
-    """Options of sbatch that make sense only together with a variable."""
-    if not any("disable_rdzv_get" in option for option in site.slurm.required):
-        return
-    name = "FI_CXI_RDZV_PROTO"
-    groups = (
-        site.env.common,
-        site.env.multi_node,
-        *(condition.set for condition in site.env.when.values()),
-    )
-    said = name in site.modules.provides_env or any(name in group for group in groups)
-    if not said:
-        yield warning(
-            ("slurm", "required"),
-            "--network=disable_rdzv_get turns the usual protocol off, and nothing here chooses the "
-            'other: write FI_CXI_RDZV_PROTO = "alt_read" into env.common, or name it in '
-            "modules.provides_env",
-        )
-
-
 def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
     """All that is to be said of a preset, in the order of its lines; empty where it is good."""
     today = today or date.fromtimestamp(clock.now())  # noqa: DTZ012 - a review has a day, and no hour
@@ -488,7 +334,6 @@ def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
         *_sources(site),
         *facts(site),
         *environment(site),
-        *_settings(site),
         *_lock(site),
     ]
     files = {site_file.path: number for number, site_file in enumerate(site.files)}
@@ -573,46 +418,6 @@ def _sources(site: Site) -> Iterator[Said]:
                 f"{dotted(path)} has no source, and a reference preset needs one; write "
                 'source = "..." into its table, or { value = ..., source = "..." }',
             )
-
-
-def _settings(site: Site) -> Iterator[Said]:
-    """The preset's defaults of hpctrain's own settings, and whether its partitions allow them."""
-    settings, _ = resolve([site.layer])
-    path = ("settings", "slurm", "partition")
-    for name in filter(None, settings.slurm.partition.split(",")):
-        if site.partitions and name not in site.partitions:
-            there = f"there are {', '.join(site.partitions)}"
-            hint = did_you_mean(name, site.partitions, there)
-            yield error(path, f"[partitions] has no {name}; {hint}")
-        elif name in site.partitions:
-            yield from _fits(site, name)
-
-
-def _fits(site: Site, name: str) -> Iterator[Said]:
-    """Whether the defaults that the preset gives fit into the partition that it names."""
-    limits, given = site.partitions[name], site.settings.get("slurm", {})
-    path = ("settings", "slurm", "time")
-    if "time" in given:
-        wanted, most_s = seconds(given["time"]), seconds(limits.max_time)
-        if wanted is None:
-            yield error(path, f"is {given['time']}, which is no time limit; write e.g. 12:00:00")
-        elif most_s is not None and wanted > most_s:
-            yield error(
-                path, f"is {given['time']}, and {name} takes {limits.max_time} at most; write that"
-            )
-    path = ("settings", "slurm", "nodes")
-    if "nodes" in given and limits.max_nodes:
-        try:
-            _, most = node_range(given["nodes"])
-        except UsageError as wrong:
-            yield error(path, str(wrong))
-        else:
-            if most > limits.max_nodes:
-                yield error(
-                    path,
-                    f"is {given['nodes']}, and {name} takes {limits.max_nodes} nodes at most; "
-                    "write that",
-                )
 
 
 def _lock(site: Site) -> Iterator[Said]:

@@ -25,7 +25,7 @@ from hpctrain.core.base import clock
 from hpctrain.errors import FileSystemFault, HpctrainError, IncompleteCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from io import FileIO
 
 SMALL_BYTES = 64 << 20
@@ -139,9 +139,23 @@ def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
         OSError: it could not be written, e.g. the disk is full; names the file. What was there
             before is untouched, and nothing is left beside it.
     """
-    staged = path.with_name(f"{path.name}.new")
-    try:
+    with whole_file(path, durable=durable) as staged:
         write_plain(staged, text, durable=durable)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, mark: str = "new", *, durable: bool = False) -> Iterator[Path]:
+    """Where to write what then takes the place of a file, or nothing does.
+
+    `mark` is another one for each of several writers at once. With `durable` the name outlives a
+    power loss.
+
+    Raises:
+        OSError: it could not be written; names the file. Nothing is left beside it.
+    """
+    staged = path.with_name(f"{path.name}.{mark}")
+    try:
+        yield staged
         staged.replace(path)
         if durable:
             flush_directory(path.parent)
@@ -348,20 +362,14 @@ def write_private(path: Path, text: str, *, mode: int = 0o600, shared: bool = Tr
         OSError: it could not be written, e.g. the disk is full; names the file. What was there
             before is untouched, and nothing is left beside it.
     """
-    staged = path.with_name(path.name + ".new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     if shared and _is_shared(path.parent):
         mode |= (mode & 0o500) >> 3
-    try:
+    with whole_file(path) as staged:
         staged.unlink(missing_ok=True)  # another one's would keep its owner and its mode
         with os.fdopen(os.open(staged, flags, mode), "w") as file:
             os.fchmod(file.fileno(), mode)
             file.write(text)
-        staged.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            staged.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _is_shared(folder: Path) -> bool:

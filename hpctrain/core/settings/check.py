@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 BOUNDED = ("tp", "pp", "ep", "cp", "dp_replicate")
 """Axes of the mesh that a user may bound; data-parallel sharding takes the ranks that are left."""
 
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 MESH_EXAMPLE = "--mesh tp=4,pp=2"
 NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
 BUILT_IN = {"wandb": "hpctrain.train.runtime.trackers:start"}
@@ -46,30 +45,40 @@ MOST_STEPS = 100
 EXAMPLE = "--profile steps=100:103,ranks=0,7"
 _STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
 _RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
-_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _SPAN = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 _TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
 
-def axis_range(text: str, *, where: str) -> tuple[int, int]:
-    """Fewest and most ranks of an axis, from "N" or "MIN-MAX".
+def number_range(text: str, what: str, where: str, digits: int) -> tuple[int, int]:
+    """Fewest and most of "N" or "MIN-MAX"; `what` names them in messages.
 
     Raises:
         UsageError: another form, fewer than 1, or MAX below MIN.
     """
-    match = _RANGE.fullmatch(text.strip())
+    number = rf"([0-9]{{1,{digits}}})"
+    match = re.fullmatch(rf"{number}(?:-{number})?", text.strip())
     if match is None:
-        raise UsageError(f'{where} is "{text}", not a number of ranks; it takes N or MIN-MAX')
+        raise UsageError(f'{where}: "{text}" is not a number of {what}; it takes N or MIN-MAX')
     least = int(match[1])
     most = int(match[2] or least)
     if least < 1:
-        raise UsageError(f"{where} is {text}; it takes at least 1, which is not to use it")
+        raise UsageError(f"{where}: {text} {what} cannot train; it takes at least 1")
     if most < least:
         raise UsageError(
-            f"{where} is {text}, its maximum below its minimum; did you mean {most}-{least}?"
+            f"{where}: {text} has its maximum below its minimum; did you mean {most}-{least}?"
         )
     return least, most
+
+
+def axis_range(text: str, *, where: str) -> tuple[int, int]:
+    """The same of an axis of the mesh, in ranks."""
+    return number_range(text, "ranks", where, digits=9)
+
+
+def node_range(text: str, *, where: str = "slurm.nodes") -> tuple[int, int]:
+    """The same of nodes."""
+    return number_range(text, "nodes", where, digits=6)
 
 
 def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> dict[str, range]:
@@ -422,26 +431,6 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
             "files grow by about 1 GB an hour and more"
         )
     return notes
-
-
-def node_range(text: str, *, where: str = "slurm.nodes") -> tuple[int, int]:
-    """Least and most nodes of "N" or "MIN-MAX".
-
-    Raises:
-        UsageError: another form, fewer than 1, or MAX below MIN.
-    """
-    match = _NODES.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f'{where}: "{text}" is not a number of nodes; it takes N or MIN-MAX')
-    least = int(match[1])
-    most = int(match[2] or least)
-    if least < 1:
-        raise UsageError(f"{where}: {text} nodes cannot train; it takes at least 1")
-    if most < least:
-        raise UsageError(
-            f"{where}: {text} has its maximum below its minimum; did you mean {most}-{least}?"
-        )
-    return least, most
 
 
 def time_s(text: str, *, where: str = "slurm.time") -> int:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock, locks
-from hpctrain.core.base.files import all_of, plain_descriptor, read_plain, read_text
+from hpctrain.core.base.files import all_of, plain_descriptor, read_plain, read_text, whole_file
 from hpctrain.errors import CheckpointError, Fenced, RunLocked
 from hpctrain.ledger.run.event_types import AttemptStarted
 
@@ -259,17 +259,10 @@ def _lock_at_start(run: RunDir) -> Iterator[None]:
 
 def _write(run: RunDir, attempt: Attempt) -> None:
     """Put the fence up, whole: of two starts at once, where locks do not hold, the last has it."""
-    staged = run.fence.with_name(f"{run.fence.name}.{attempt.token}")
-    try:
-        with staged.open("x") as file:
-            file.write(json.dumps(asdict(attempt)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(run.fence)
-    except OSError:
-        with contextlib.suppress(OSError):
-            staged.unlink()
-        raise
+    with whole_file(run.fence, attempt.token) as staged, staged.open("x") as file:
+        file.write(json.dumps(asdict(attempt)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _is_left_behind(newest: Attempt, job_id: str, restarts: int, follows: int | None) -> bool:

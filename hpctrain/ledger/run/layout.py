@@ -9,6 +9,16 @@ from pathlib import Path
 from hpctrain.core.base.env import HPCTRAIN_RUNS
 
 
+class _InRun:
+    """A file or folder of every run, by its name in the run's directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _owner: object = None) -> Path:
+        return run.root / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The directory of one run.
@@ -24,90 +34,40 @@ class RunDir:
         """The run's name is its directory's name."""
         return self.root.name
 
-    @property
-    def spec(self) -> Path:
-        """Resolved settings with their origins; written once by submit, and anew by resume."""
-        return self.root / "spec.json"
-
-    @property
-    def events(self) -> Path:
-        """The ledger: append-only, one JSON object a line."""
-        return self.root / "events.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        """Held for moments only: to take an attempt number, to publish a checkpoint, to submit."""
-        return self.root / "run.lock"
-
-    @property
-    def events_lock(self) -> Path:
-        """Held for the moment in which a fact is written; not the ledger, which others may read."""
-        return self.root / "events.lock"
-
-    @property
-    def fence(self) -> Path:
-        """Which attempt may write: see `run/fence.py`."""
-        return self.root / "attempt.json"
-
-    @property
-    def successor(self) -> Path:
-        """Who leads a job's agents after its first node was lost: see `agent/loss_ending.py`."""
-        return self.root / "successor.json"
-
-    @property
-    def secret(self) -> Path:
-        """By which processes of its jobs know each other: see `run/ownership.py`."""
-        return self.root / "secret"
-
-    @property
-    def stop_request(self) -> Path:
-        """Written by `hpctrain cancel --save`; rank 0 looks for it."""
-        return self.root / "stop-request.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """``step-<10 digits>`` directories, staged ones beside them."""
-        return self.root / "checkpoints"
-
-    @property
-    def sealed(self) -> Path:
-        """What proves the program's own checkpoints whole: see `checkpoint/sealed`."""
-        return self.root / "sealed"
-
-    @property
-    def output(self) -> Path:
-        """Where the program may write what is its own."""
-        return self.root / "output"
-
-    @property
-    def jobs(self) -> Path:
-        """Batch scripts as submitted, one per submission token, and the batch side's output."""
-        return self.root / "jobs"
-
-    @property
-    def staging(self) -> Path:
-        """The packed environment that nodes start from: see `run/staging.py`."""
-        return self.root / "staging.json"
-
-    @property
-    def snapshot(self) -> Path:
-        """The code that was submitted."""
-        return self.root / "snapshot"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def evaluation_curves(self) -> Path:
-        """The same of its evaluations: another curve in TensorBoard, beside the attempts' own."""
-        return self.tensorboard / "eval"
-
-    @property
-    def data(self) -> Path:
-        """Token files that the recipe made from a folder of text."""
-        return self.root / "data"
+    spec = _InRun("spec.json")
+    """Resolved settings with their origins; written once by submit, and anew by resume."""
+    events = _InRun("events.jsonl")
+    """The ledger: append-only, one JSON object a line."""
+    lock = _InRun("run.lock")
+    """Held for moments only: to take an attempt number, to publish a checkpoint, to submit."""
+    events_lock = _InRun("events.lock")
+    """Held for the moment in which a fact is written; not the ledger, which others may read."""
+    fence = _InRun("attempt.json")
+    """Which attempt may write: see `run/fence.py`."""
+    successor = _InRun("successor.json")
+    """Who leads a job's agents after its first node was lost: see `agent/loss_ending.py`."""
+    secret = _InRun("secret")
+    """By which processes of its jobs know each other: see `run/ownership.py`."""
+    stop_request = _InRun("stop-request.json")
+    """Written by `hpctrain cancel --save`; rank 0 looks for it."""
+    checkpoints = _InRun("checkpoints")
+    """``step-<10 digits>`` directories, staged ones beside them."""
+    sealed = _InRun("sealed")
+    """What proves the program's own checkpoints whole: see `checkpoint/sealed`."""
+    output = _InRun("output")
+    """Where the program may write what is its own."""
+    jobs = _InRun("jobs")
+    """Batch scripts as submitted, one per submission token, and the batch side's output."""
+    staging = _InRun("staging.json")
+    """The packed environment that nodes start from: see `run/staging.py`."""
+    snapshot = _InRun("snapshot")
+    """The code that was submitted."""
+    tensorboard = _InRun("tensorboard")
+    """TensorBoard's event files."""
+    evaluation_curves = _InRun("tensorboard/eval")
+    """The same of its evaluations: another curve in TensorBoard, beside the attempts' own."""
+    data = _InRun("data")
+    """Token files that the recipe made from a folder of text."""
 
     def attempt(self, number: int) -> Path:
         """Logs, tracebacks, environment of one attempt."""
@@ -133,39 +93,23 @@ class RunDir:
         """What each rank's time and memory went to: one JSON object a line, by rank 0."""
         return self.attempt(attempt) / "ranks.jsonl"
 
-    @property
-    def profile(self) -> Path:
-        """Traces and verdicts, a folder for each attempt."""
-        return self.root / "profile"
-
-    @property
-    def profile_request(self) -> Path:
-        """Written by `hpctrain profile --now`; rank 0 looks for it."""
-        return self.root / "profile-request.json"
-
-    @property
-    def stacks_request(self) -> Path:
-        """Written by `hpctrain stacks`; the agent of node 0 looks for it."""
-        return self.root / "stacks-request.json"
-
-    @property
-    def evaluations(self) -> Path:
-        """Runs of their own, one for each checkpoint that is evaluated."""
-        return self.root / "evaluations"
+    profile = _InRun("profile")
+    """Traces and verdicts, a folder for each attempt."""
+    profile_request = _InRun("profile-request.json")
+    """Written by `hpctrain profile --now`; rank 0 looks for it."""
+    stacks_request = _InRun("stacks-request.json")
+    """Written by `hpctrain stacks`; the agent of node 0 looks for it."""
+    evaluations = _InRun("evaluations")
+    """Runs of their own, one for each checkpoint that is evaluated."""
 
     def evaluation(self, step: int) -> RunDir:
         """The run that evaluates the checkpoint of a step."""
         return RunDir(self.evaluations / f"{self.name}-eval-{step}")
 
-    @property
-    def results(self) -> Path:
-        """Metrics by name, as JSON: what an evaluation's program writes."""
-        return self.root / "results.json"
-
-    @property
-    def report(self) -> Path:
-        """What `hpctrain report` writes."""
-        return self.root / "report.html"
+    results = _InRun("results.json")
+    """Metrics by name, as JSON: what an evaluation's program writes."""
+    report = _InRun("report.html")
+    """What `hpctrain report` writes."""
 
     def script(self, token: str) -> Path:
         """The batch script of one submission; its name is how the job is found again."""

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.core.base.files import is_plain, open_plain, read_plain, replace_text
+from hpctrain.core.base.files import is_plain, open_plain, read_plain, replace_text, write_private
 from hpctrain.ledger.run.attempt_files import tail_offset
 from hpctrain.ledger.run.fence import left_text, read_fence
 from hpctrain.ledger.run.layout import RunDir
@@ -84,3 +84,15 @@ def test_the_last_lines_of_a_log_with_a_terabyte_of_nothing_in_it_are_found_at_o
     assert tail_offset(log, 2) == ((1 << 40) + 2, 2)
     os.truncate(log, 1 << 39)
     assert tail_offset(log, 2) == (2, 2)
+
+
+@pytest.mark.parametrize("write", [replace_text, write_private])
+def test_what_cannot_be_written_whole_names_the_file_and_leaves_nothing(tmp_path, write):
+    path = tmp_path / "there" / "x.json"
+    with pytest.raises(OSError, match=r"x\.json.$") as error:
+        write(path, "{}")
+    assert error.value.filename == str(path)
+    path.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        write(path, "{}")
+    assert list(path.parent.iterdir()) == [path]

@@ -219,7 +219,7 @@ def test_where_there_is_no_scheduler_nobody_is_asked(runs, monkeypatch, capsys):
 )
 def test_the_notice_is_that_of_the_preset(tmp_path, partition, grace, seconds):
     (tmp_path / "juniper.toml").write_text(SITE.format(grace=grace))
-    site = load_site(str(tmp_path / "juniper.toml"), environ={}, project=tmp_path)
+    site = load_site(str(tmp_path / "juniper.toml"), environ={})
     settings = Settings(slurm=SlurmSettings(partition=partition))
 
     answer = get_cluster("slurm").notice(settings, site)

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli, main
 from hpctrain.cluster.preflight.checks_between import ALL_UP_TO
-from hpctrain.cluster.scheduler.slurm.client import check_accepted, check_options
+from hpctrain.cluster.scheduler.slurm import client
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.launch.preflight import check_mount, check_room
 
@@ -51,12 +51,6 @@ def test_room_is_that_of_the_nearest_folder_that_is_there(tmp_path):
     assert "not/yet" not in found.message
 
 
-def test_options_that_a_run_which_comes_back_gets_along_with_badly_are_told():
-    found = check_options(["--open-mode=truncate", "--no-requeue", "--switches=1"])
-
-    assert [r.status for r in found] == ["warn", "warn"]
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -65,14 +59,15 @@ def test_options_that_a_run_which_comes_back_gets_along_with_badly_are_told():
         (ClusterUnreachable("silent"), "unknown"),
     ],
 )
-def test_what_sbatch_says_is_told(tmp_path, error, status):
-    def ask(words):
+def test_what_sbatch_says_is_told(tmp_path, monkeypatch, error, status):
+    def ask(words, *, query):
         assert words == ["sbatch", "--test-only", str(tmp_path / "x.sh")]
         if error:
             raise error
         return ""
 
-    (found,) = check_accepted(tmp_path / "x.sh", ask)
+    monkeypatch.setattr(client, "run", ask)
+    (found,) = client.SlurmCluster().check_script(tmp_path / "x.sh")
 
     assert found.status == status
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.cluster.scheduler.slurm.facts import read_own_limits
 
 SINFO = "for n in 1 2 3; do echo \"work*|n$n|alloc|4:00:00\"; done; echo 'work*|n4|plnd|4:00:00'"
 SQUEUE = """
@@ -16,8 +15,6 @@ echo "11|RUNNING|work|n[1-3]|(null)|$now|$((now + 2400))|1:00:00"
 echo "12|PENDING|work||n[1-4]|$((now + 2400))|N/A|1:00:00"
 echo "13|PENDING|work||(null)|N/A|N/A|1:00:00"
 """
-SSHARE = "lab|USER|0.250000"
-LIMITS = "lab||10|||cpu=64|"
 
 
 @pytest.fixture
@@ -30,8 +27,6 @@ def slurm(tmp_path, monkeypatch):
         "sbatch": "exit 9",
         "sinfo": SINFO,
         "squeue": SQUEUE,
-        "sshare": f"echo '{SSHARE.replace('USER', 'someone')}'",
-        "sacctmgr": f"echo '{LIMITS}'",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -47,7 +42,6 @@ def test_one_screen_says_what_is_free_who_waits_and_what_starts_when(slurm, caps
     assert "(default): 4 nodes, limit 4h00m" in out
     assert "1 of them: 1 node until " in out
     assert "1 job with a planned start, 1 without" in out
-    assert "account lab: fair-share 0.250000 of 1, MaxJobs 10, MaxTRES cpu=64" in out
     assert "a job of" in out
     one = next(line for line in lines if line.startswith("1 node ")).split()
     assert one[2] == "now"  # 30 minutes
@@ -78,22 +72,3 @@ def test_without_an_answer_there_is_one_line(slurm, capsys):
 def test_this_machine_has_no_queue(capsys):
     assert main(["queue", "--cluster=local"]) == 2
     assert "cluster local has no queue" in capsys.readouterr().err
-
-
-def test_accounting_that_says_nothing_is_not_known(slurm, capsys):
-    for name in ("sshare", "sacctmgr"):
-        (slurm / name).write_text("#!/bin/sh\nexit 1\n")
-
-    assert main(["queue"]) == 0
-
-    assert "not known: accounting says nothing" in capsys.readouterr().out
-
-
-def test_limits_are_told_by_account_and_other_users_rows_left_out():
-    share = " root||1.0\n lab|other|0.9\n lab|me|0.25\n"
-    limits = "lab|gpu|10||2-00:00:00||\nspare||||||\nbroken|row\n"
-
-    assert read_own_limits(share, limits, "me") == [
-        "account lab: fair-share 0.25 of 1, Partition gpu, MaxJobs 10, MaxWall 2-00:00:00",
-        "account spare: no limits",
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -27,10 +26,10 @@ from hpctrain.cluster.scheduler.slurm.container_checks import (
 from hpctrain.cluster.site.schema import About, Container, Site
 from hpctrain.core.settings.fields import keys_of
 from hpctrain.core.settings.schema import ContainerSettings, Settings, SlurmSettings
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.errors import ChecksFailed, NotFound
 from tests.support import users
 from tests.unit.scheduler.test_container import RUN, make_spec
-from tests.unit.scheduler.test_image_file import archive, oci, sif
+from tests.unit.scheduler.test_image_file import sif
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 ORIGINS = {"container.image": "flag --set", "container.runtime": "hpctrain.toml:3"}
@@ -168,12 +167,6 @@ def test_of_nodes_of_two_kinds_one_is_enough_and_it_is_said(tmp_path, runtimes):
                      "partition are x86_64")]  # fmt: skip
 
 
-def test_an_image_for_several_machines_fits_each(tmp_path, runtimes):
-    (tmp_path / "x.tar").write_bytes(archive(oci("arm64", "amd64")))
-    settings = make("oci-archive:x.tar")
-    assert look(settings, tmp_path, accounting=asked("x86_64")) == (settings, [])
-
-
 def test_elsewhere_than_on_a_login_node_nothing_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(SlurmCluster, "missing", lambda *_: "there is no sbatch on PATH")
     settings = make("gone.sif")
@@ -273,24 +266,9 @@ def test_the_sites_own_runtime_needs_no_setting(tmp_path, runtimes):
     assert look(settings, tmp_path, site_with("shifter"))[1] == []
 
 
-# ---- EDF
-
-
-def test_an_environment_file_leads_to_its_image(tmp_path, bin_folder):
-    (tmp_path / "x.sqsh").write_bytes(sif(b"04"))
-    edf = tmp_path / "torch.toml"
-    edf.write_text(f"image = {json.dumps(str(tmp_path / 'x.sqsh'))}\n")
-    with pytest.raises(ChecksFailed, match=r"torch.toml has image is .*made for aarch64"):
-        look(make(edf, "cscs-ce"), tmp_path, accounting=asked("x86_64"))
-    edf.write_text('image = "nvcr.io#nvidia/pytorch:25.01-py3"\n')
-    assert look(make(edf, "cscs-ce"), tmp_path)[1] == []
-
-
-@pytest.mark.parametrize("text", ["image = ", "\xff\xfe\0", "a=" + "[" * 5000])
-def test_an_environment_file_that_is_none_is_refused(tmp_path, bin_folder, text):
-    (tmp_path / "torch.toml").write_text(text, encoding="latin-1")
-    with pytest.raises(UsageError, match="is no environment file"):
-        look(make("torch.toml", "cscs-ce"), tmp_path)
+def test_an_environment_file_must_be_there(tmp_path, bin_folder):
+    (tmp_path / "torch.toml").write_text('image = "nvcr.io#nvidia/pytorch:25.01-py3"\n')
+    assert look(make("torch.toml", "cscs-ce"), tmp_path)[1] == []
     with pytest.raises(NotFound):
         look(make("gone.toml", "cscs-ce"), tmp_path)
 

@@ -118,7 +118,9 @@ def test_a_presets_partition_is_not_asked_about():
 def test_a_preset_that_knows_nothing_of_gpus_or_of_the_partition_says_nothing():
     assert notes(partition="work", site=site_of()) == []
     settings = Settings(slurm=SlurmSettings(partition="other"))
-    chosen = check_site(settings, {}, site_of(gpus_per_node=4, exclusive=True), is_script=True)
+    chosen = check_site(
+        settings, {}, site_of(gpus_per_node=4, exclusive=True), is_script=True, accounting=None
+    )
     assert "slurm.gpus_per_node" not in chosen.changes
 
 
@@ -134,7 +136,7 @@ def test_a_preset_that_knows_nothing_of_gpus_or_of_the_partition_says_nothing():
 )
 def test_whole_nodes_come_with_their_gpus(partition, origins, gpus):
     settings = Settings(slurm=SlurmSettings(partition="work"))
-    chosen = check_site(settings, origins, site_of(**partition), is_script=True)
+    chosen = check_site(settings, origins, site_of(**partition), is_script=True, accounting=None)
 
     given, places = chosen.upon(settings, origins)
     assert given.slurm.gpus_per_node == gpus

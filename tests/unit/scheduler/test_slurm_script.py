@@ -101,38 +101,6 @@ def test_no_lead_means_no_signal():
     assert not [line for line in header(render(signal_lead_s=0)) if "signal" in line]
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--ntasks=8", "-n8", "-n 8", "--ntasks-per-node=2", "--tasks-per-node=2", "-c 4"],
-)
-def test_option_that_would_fix_the_task_layout_is_refused(option):
-    with pytest.raises(UsageError, match=r"slurm\.extra: .* fixes the job's task layout"):
-        render(extra=[option])
-
-
-@pytest.mark.parametrize("option", ["--clusters=cm4", "-Mcm4", "--clust=cm4", "-M cm4"])
-def test_option_that_sends_the_job_elsewhere_is_refused(option):
-    with pytest.raises(UsageError, match=r"slurm\.extra: .* sends the job to another cluster"):
-        render(extra=[option])
-
-
-@pytest.mark.parametrize("option", ["--array=0-3", "-a0-3", "--arr=0-3"])
-def test_a_run_is_no_array(option):
-    with pytest.raises(UsageError, match=r"slurm\.extra: .* makes a job array, and a run is one"):
-        render(extra=[option])
-
-
-@pytest.mark.parametrize("option", [":", "hetjob"])
-def test_a_run_is_no_heterogeneous_job(option):
-    with pytest.raises(UsageError, match="is not an option"):
-        render(extra=[option])
-
-
-def test_extra_that_is_no_option_is_refused():
-    with pytest.raises(UsageError, match=r"slurm\.extra: 'switches=1' is not an option"):
-        render(extra=["switches=1"])
-
-
 def test_value_with_a_line_break_is_refused():
     with pytest.raises(UsageError, match="line break"):
         render(account="lab\n#SBATCH --uid=0")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.scheduler.slurm.control import comes_back
-from hpctrain.cluster.scheduler.slurm.facts import read_cpus_per_gpu, read_facts, read_qos
+from hpctrain.cluster.scheduler.slurm.facts import read_cpus_per_gpu, read_facts
 from hpctrain.cluster.scheduler.slurm.jobs import job_facts, job_id_of, job_info
 from hpctrain.cluster.scheduler.slurm.parse import parse_queue, parse_records, parse_sacct
 from hpctrain.core.base.host_list import expand_nodes
@@ -152,7 +152,6 @@ def test_the_cluster_is_read_the_same_way(said):
         "urgent": ("", 0, 4, 8, True),
     }
     assert {one.name: one.is_default for one in facts.partitions}["work"]
-    assert read_qos(said("qos")) == ()
     assert set(said("associations").split()) == {"root", "lab"}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.cluster.scheduler.slurm import client, control
 from hpctrain.cluster.scheduler.slurm.command import job_context
-from hpctrain.cluster.scheduler.slurm.facts import read_facts, read_qos
+from hpctrain.cluster.scheduler.slurm.facts import read_facts
 from hpctrain.cluster.scheduler.slurm.jobs import is_alive, job_info
 from hpctrain.cluster.scheduler.slurm.parse import parse_records
 from hpctrain.cluster.scheduler.slurm.script import render_script
@@ -35,7 +35,6 @@ ANSWERS = {
 }
 QUEUE = "17|RUNNING|/runs/gpt/jobs/gpt-1.sh\n18|PENDING|/a b/c|d.sh\n"
 ACCOUNT = "17|PREEMPTED|1763700000|1763700100|n[1-2]\n17|RUNNING|1763700200|Unknown|n[1-3,7]\n"
-QOS = "normal|low,scavenger|requeue\nlow||cancel\n"
 
 
 @pytest.fixture
@@ -128,14 +127,13 @@ def _answered(text, monkeypatch):
         own.facts, own.requeue, own.previous_end, own.previous_stop, lambda: own.exclude(["n9"]),
         lambda: draft(read_facts(text, ANSWERS["show_partitions"], text), name="x", today="2026"),
         lambda: draft(read_facts("", text, ANSWERS["show_nodes"]), name="x", today="2026"),
-        lambda: read_qos(text),
     )  # fmt: skip
 
 
 @cases(100, 5_000)
 def test_answers_of_slurm(monkeypatch, begin, end):
     faults = Faults(ClusterError)
-    texts = [*ANSWERS.values(), QUEUE, ACCOUNT, QOS]
+    texts = [*ANSWERS.values(), QUEUE, ACCOUNT]
     for number, chance in chances(begin, end):
         answer = damaged(texts[number % len(texts)], chance)
         for index, ask in enumerate(_answered(answer, monkeypatch)):

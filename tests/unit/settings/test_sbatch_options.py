@@ -67,7 +67,9 @@ def test_an_option_is_known_by_its_long_name(option, names):
     assert name_of(option) == (names[0] if names else option)
 
 
-@pytest.mark.parametrize("option", ["--no", "--mem-per=4", "--g=1", "--node=3", "--ntasks-per=1"])
+@pytest.mark.parametrize(
+    "option", ["--no", "--mem-per=4", "--g=1", "--node=3", "--ntasks-per=1", "--clust=4"]
+)
 def test_what_may_be_one_or_another_is_refused(option):
     with pytest.raises(UsageError, match="is short for several of sbatch's options"):
         names_of(option)
@@ -78,6 +80,8 @@ def test_what_may_be_one_or_another_is_refused(option):
     [
         *("-N8", "-t10-0", "-Jx", "-ox", "--outpu=x", "--no-requ", "-pdebug", "--partit=x", "-Hpx"),
         *("--hold -p x", "--arra=1-3", "-QAother", "--tasks=4", "--tasks-per=2"),
+        *("--ntasks=8", "-n8", "-n 8", "--ntasks-per-core=1", "-c 4", "--cpus-per-task=2", "-a0-3"),
+        *("--open-mode=truncate", "--no-requeue"),
     ],
 )
 def test_what_hpctrain_sets_itself_is_not_set_beside_it(option):
@@ -128,6 +132,7 @@ def test_no_option_is_of_two_classes():
         ("--uid=me", "log in as that user"),
         ("-h", "type sbatch --help"),
         ("-Mother", "submit on a login node of that cluster"),
+        ("-M cm4", "submit on a login node of that cluster"),
         ("--get-user-env", "put more into slurm.setup"),
     ],
 )
@@ -136,6 +141,12 @@ def test_what_would_break_a_run_or_its_submission_is_refused_with_the_way_out(op
         check(Settings(slurm=SlurmSettings(extra=[option])), {})
     assert str(caught.value).startswith(f"default: slurm.extra has {option}")
     assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("option", [":", "hetjob", "switches=1"])
+def test_what_is_no_option_is_refused(option):
+    with pytest.raises(UsageError, match="each takes one option, e"):
+        check(Settings(slurm=SlurmSettings(extra=[option])), {})
 
 
 @pytest.mark.parametrize("name", sorted(SRUN_REFUSED))

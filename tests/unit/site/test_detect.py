@@ -158,18 +158,17 @@ def test_this_machine_is_asked_once(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Sites of one folder only, and a project's folder."""
+    """Sites of one folder only; writes another one."""
     monkeypatch.setattr(load, "SYSTEM_SITES", tmp_path / "etc")
     monkeypatch.setattr(load, "data_dir", lambda kind: tmp_path / "sites")
-    for folder in ("sites", "project"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "sites").mkdir()
 
     def write(name, text):
         (tmp_path / name).write_text(text)
 
     write("sites/juniper.toml", "stability = 'reference'\n[detect]\nhostname = ['j1']\n")
     write("sites/willow.toml", "stability = 'unverified'\n[detect]\nhostname = ['w1']\n")
-    return write, tmp_path / "project"
+    return write
 
 
 def test_a_named_site_is_taken_and_nothing_is_looked_for(tree):
@@ -202,21 +201,8 @@ def test_an_unverified_site_that_matches_is_told_of_and_not_used(tree):
     assert choose(None, {}, surroundings(host="x"))[1] == "no site: none matches here"
 
 
-def test_a_projects_own_file_is_the_site_where_no_other_is_known(tree):
-    write, project = tree
-    write("project/site.toml", "[slurm]\nmpi = 'pmix'\n")
-
-    alone, how = choose(None, {}, surroundings(host="x"), project=project)
-    detected, _ = choose(None, {}, surroundings(host="j1"), project=project)
-
-    assert (alone.name, alone.slurm.mpi) == ("project", "pmix")
-    assert how == "site project, from site.toml beside the settings"
-    assert (detected.name, detected.slurm.mpi) == ("juniper", "pmix")
-
-
 def test_two_matching_sites_stop_a_choice(tree):
-    write, _ = tree
-    write("sites/other.toml", "[detect]\nhostname = ['j.*']\n")
+    tree("sites/other.toml", "[detect]\nhostname = ['j.*']\n")
 
     with pytest.raises(UsageError, match=r"2 sites match here: juniper because .*; other because"):
         choose(None, {}, surroundings(host="j1"))
@@ -224,8 +210,7 @@ def test_two_matching_sites_stop_a_choice(tree):
 
 
 def test_a_wrong_file_that_could_be_this_sites_is_not_passed_over(tree):
-    write, _ = tree
-    write("sites/other.toml", "[detect]\nhostname = 'j1'\n")
+    tree("sites/other.toml", "[detect]\nhostname = 'j1'\n")
 
     with pytest.raises(
         UsageError, match=r"other.toml:2\): detect.hostname is \"j1\"; it takes a li"

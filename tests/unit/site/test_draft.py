@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.scheduler.slurm.facts import read_facts, read_qos
+from hpctrain.cluster.scheduler.slurm.facts import read_facts
 from hpctrain.cluster.site.detect import ClusterFacts, PartitionFacts, draft, site_name
 from hpctrain.cluster.site.load import load_site
 from hpctrain.cluster.site.validate import validate
@@ -150,17 +150,6 @@ def test_a_partition_of_a_higher_tier_on_other_nodes_preempts_nobody():
     found = facts(partitions="Nodes=n4".join(apart))
 
     assert [one.preempted_by for one in found.partitions] == [(), (), ()]
-
-
-def test_qualities_of_service_that_preempt_are_told_in_words(tmp_path):
-    told = read_qos("normal||cluster\nhigh|normal,low|cluster\nlow||requeue\n")
-    found = ClusterFacts("x", partitions=(PartitionFacts("gpu"),), preempt_type="preempt/qos",
-                         qos_preemption=told)  # fmt: skip
-
-    text = draft(found, name="mine", today="2026-01-31")
-
-    assert told == ("high preempts normal (cluster)", "high preempts low (requeue)")
-    assert "# high preempts low (requeue)" in text
 
 
 @pytest.mark.parametrize(

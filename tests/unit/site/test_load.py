@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hpctrain.cluster.site import load as load_module
-from hpctrain.cluster.site.load import identities, load_site, project_name, site_files, site_names
+from hpctrain.cluster.site.load import identities, load_site, site_files, site_names
 from hpctrain.cluster.site.sheet import check_locked
 from hpctrain.errors import NotFound, UsageError
 
@@ -17,7 +17,6 @@ class Layers:
 
     def __init__(self, root):
         self.root = root
-        self.project = root / "project"
         self.environ = {
             "HPCTRAIN_SITE_PATH": f"{root}/first:{root}/second",
             "XDG_CONFIG_HOME": str(root / "config"),
@@ -30,8 +29,8 @@ class Layers:
         path.write_text(text)
         return path
 
-    def load(self, name, project=None):
-        return load_site(name, environ=self.environ, project=project)
+    def load(self, name):
+        return load_site(name, environ=self.environ)
 
 
 @pytest.fixture
@@ -42,31 +41,29 @@ def tree(tmp_path, monkeypatch):
 
 
 def test_layers_are_laid_upon_each_other_key_by_key(tree):
-    keys = ("mpi", "constraint", "qos_default", "account_hint", "gres_name", "export")
-    values = ('"1"', '"1"', '"1"', '"1"', '"1"', '"none"')
-    places = ("packaged", "etc", "second", "first", "user", "project")
+    keys = ("mpi", "constraint", "qos_default", "account_hint", "export")
+    values = ('"1"', '"1"', '"1"', '"1"', '"none"')
+    places = ("packaged", "etc", "second", "first", "user")
     for n, place in enumerate(places):
         lines = [
             f"{key} = {value.replace('1', str(n + 1))}"
             for key, value in list(zip(keys, values, strict=True))[n:]
         ]
-        tree.write(
-            place, "site" if place == "project" else "juniper", "\n".join(["[slurm]", *lines])
-        )
+        tree.write(place, "juniper", "\n".join(["[slurm]", *lines]))
 
-    site = tree.load("juniper", tree.project)
+    site = tree.load("juniper")
 
     slurm = site.slurm
     assert (slurm.mpi, slurm.constraint, slurm.qos_default) == ("1", "2", "3")
-    assert (slurm.account_hint, slurm.gres_name, slurm.export) == ("4", "5", "none")
+    assert (slurm.account_hint, slurm.export) == ("4", "none")
     leaves = [site.leaves["slurm", key] for key in keys]
     assert [leaf.layer for leaf in leaves] == [
-        "packaged", "system", "system", "system", "user", "project",
+        "packaged", "system", "system", "system", "user",
     ]  # fmt: skip
     assert [leaf.line for leaf in leaves] == [2] * len(places)
     assert leaves[3].file == str(tree.root / "first/juniper.toml")
     assert [one.path.rsplit("/", 2)[-2] for one in site.files] == [
-        "packaged", "etc", "second", "first", "sites", "project",
+        "packaged", "etc", "second", "first", "sites",
     ]  # fmt: skip
 
 
@@ -247,27 +244,6 @@ def test_an_old_name_of_a_setting_counts_as_its_new_one(tree):
     assert site.layer.where("alive", "memory_peer") == f"site juniper ({file}:3)"
 
 
-def test_a_projects_file_is_for_any_site_or_for_the_one_that_it_names(tree):
-    tree.write("etc", "juniper", "[slurm]\nmpi = 'a'\n")
-    tree.write("etc", "willow", "[slurm]\nmpi = 'a'\n")
-    tree.write("project", "site", "[slurm]\nmpi = 'b'\n")
-
-    assert tree.load("juniper", tree.project).slurm.mpi == "b"
-    assert project_name(tree.project) == "project"
-    assert tree.load("project", tree.project).slurm.mpi == "b"
-
-    tree.write("project", "site", "name = 'willow'\n[slurm]\nmpi = 'b'\n")
-
-    assert tree.load("juniper", tree.project).slurm.mpi == "a"
-    assert tree.load("willow", tree.project).slurm.mpi == "b"
-    assert project_name(tree.project) == "willow"
-
-    tree.write("project", "site", "name = 'mine'\nextends = 'willow'\n")
-
-    assert tree.load("mine", tree.project).slurm.mpi == "a"
-    assert project_name(tree.root) is None
-
-
 @pytest.mark.two_users  # a lock holds where the file is another user's
 def test_a_site_can_be_named_by_its_file_with_bases_beside_it(tree):
     tree.write("etc", "juniper", "[slurm]\nmpi = 'x'\nconstraint = 'x'\n")
@@ -284,10 +260,10 @@ def test_a_site_can_be_named_by_its_file_with_bases_beside_it(tree):
         tree.load(str(path.with_name("zzz.toml")))
 
 
-def test_a_projects_file_can_be_named_by_its_path(tree):
+def test_a_projects_file_is_named_by_its_path(tree):
     path = tree.write("project", "site", "name = 'mine'\n[slurm]\nmpi = 'b'\n")
 
-    site = tree.load(str(path), tree.project)
+    site = tree.load(str(path))
 
     assert (site.name, site.slurm.mpi, len(site.files)) == ("mine", "b", 1)
 
@@ -373,12 +349,12 @@ def test_identities_are_those_that_load_gives(tree):
         "hostname = ['j1']\n",
     )
     tree.write("etc", "juniper", "[detect]\nhostname_add = ['j2']\nenv = { S = 'x' }\n")
-    tree.write("project", "site", "name = 'mine'\n[detect]\npriority = 1\n")
+    tree.write("user", "mine", "[detect]\npriority = 1\n")
 
-    found = identities(tree.environ, project=tree.project)
+    found = identities(tree.environ)
 
     assert [site.name for site in found] == ["juniper", "mine"]
     for site in found:
-        whole = tree.load(site.name, tree.project)
+        whole = tree.load(site.name)
         assert site.detect == whole.detect
         assert site.about.stability == whole.about.stability

@@ -362,19 +362,15 @@ def notes_of(work, text, **changes):
     return told(ask(work, **{"partition": "spare", **changes}))
 
 
-COST = r"costs what was trained since the last checkpoint, up to 30m00s \(checkpoint.max_loss_s\)$"
-
-
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         (
             "mode = 'requeue'\ngrace_s = 20\n",
-            rf"kills 20 s after the notice .*\(GraceTime.*, sooner than .*_s \(90 s\) .* it {COST}",
+            r"kills 20 s after the notice .*, sooner than .*_s \(90 s\) .* are lost$",
         ),
-        ("mode = 'requeue'\ngrace_s = 0\n", f"30 s after .*no GraceTime, only KillWait.*it {COST}"),
-        ("mode = 'requeue'\ngrace_s = 2\n", f"leaves no time to save: it {COST}"),
-        ("mode = 'requeue'\n", f"how much grace the preset does not say: .* {COST}"),
+        ("mode = 'requeue'\ngrace_s = 0\n", r"kills 30 s after .*, sooner than .* are lost$"),
+        ("mode = 'requeue'\n", r"how much grace the preset does not say: .* are lost$"),
         ("mode = 'suspend'\ngrace_s = 600\n", "suspends what it preempts .* ranks stand still"),
         ("mode = 'cancel'\ngrace_s = 600\n", "cancels what it preempts .*`hpctrain resume`"),
     ],
@@ -388,16 +384,6 @@ def test_what_a_preemption_costs_is_said(work, text, match):
 @pytest.mark.parametrize("text", ["mode = 'none'\n", "mode = 'requeue'\ngrace_s = 600\n", ""])
 def test_where_a_preemption_costs_nothing_nothing_is_said(work, text):
     assert notes_of(work, text) == []
-
-
-def test_the_cost_is_told_in_the_users_own_interval(work):
-    text = "mode = 'requeue'\ngrace_s = 0\n"
-
-    by_steps = notes_of(work, text, sets=("checkpoint.interval_steps=50",))
-    by_time = notes_of(work, text, sets=("checkpoint.interval_s=600",))
-
-    assert by_steps[0].endswith("costs up to 50 steps, those since the last checkpoint")
-    assert by_time[0].endswith("up to 10m00s (checkpoint.interval_s)")
 
 
 def test_a_script_of_the_users_is_told_what_signal_comes(work):
@@ -666,13 +652,26 @@ def test_setup_lines_of_the_preset_that_a_users_own_replace_are_named(tmp_path):
 
     def said(*sets):
         settings, origins = resolve([site.layer, flag_layer({}, sets)])
-        return check_site(settings, origins, site, is_script=False).notes
+        return check_site(settings, origins, site, is_script=False, accounting=None).notes
 
     assert said() == []
     (note,) = said('slurm.setup=["source plugin.sh"]')
     assert note.startswith("flag --set slurm.setup: slurm.setup replaces that of site juniper (")
     assert note.endswith("and lacks of it: ulimit -l unlimited")
     assert said('slurm.setup=["source plugin.sh", "ulimit -l unlimited", "more"]') == []
+
+
+def test_a_site_file_beside_the_settings_must_be_named_and_is_not_passed_over_in_silence(work):
+    (work / "site.toml").write_text("[slurm]\naccount_required = false\nmpi = 'pmix'\n")
+    environ = shell(work)
+
+    alone = ask(work, environ=environ, site=None)
+    named = ask(work, environ=environ, site=str(work / "site.toml"))
+
+    assert alone.spec.preset is None
+    assert [note for note in alone.notes if note.startswith("site.toml is not used: name it")]
+    assert named.spec.preset["slurm"]["mpi"] == "pmix"
+    assert not [note for note in named.notes if "is not used" in note]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
+from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, Result
 from hpctrain.cluster.scheduler.base import Accounting, Cluster, PreflightJob, StartEstimate
 from hpctrain.cluster.scheduler.slurm import limits
 from hpctrain.cluster.scheduler.slurm.command import (
@@ -61,11 +61,10 @@ from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.event_fields import is_job_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpctrain.cluster.site.detect import ClusterFacts
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.layers import Chosen, Layer
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
@@ -86,6 +85,10 @@ class SlurmCluster(Cluster):
 
     name = "slurm"
     has_dependencies = True
+    shell_layer = staticmethod(limits.shell_layer)
+    notice = staticmethod(limits.notice)
+    check = staticmethod(limits.check_site)
+    longest_s = staticmethod(limits.longest_s)
     submit_timeout_s = SUBMIT_TIMEOUT_S
     query_timeout_s = QUERY_TIMEOUT_S
 
@@ -189,7 +192,7 @@ class SlurmCluster(Cluster):
         return render_script(spec, run, token)
 
     def facts(self) -> ClusterFacts:
-        """By scontrol, and sacctmgr where it answers."""
+        """By scontrol."""
         from hpctrain.cluster.scheduler.slurm.facts import ask_cluster
 
         return ask_cluster()
@@ -199,39 +202,18 @@ class SlurmCluster(Cluster):
         keep = SHELL_DEFAULTS if site is None else site.slurm.sbatch_env
         return clean(environ, kept_settings(environ, keep).values()).dropped
 
-    def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
-        """SBATCH_* variables, and the account that the preset looks for."""
-        return limits.shell_layer(site, environ)
-
     def setup_lines(self, site: Site | None) -> list[str]:
         """The modules that the preset loads."""
         return module_lines(site)
-
-    def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
-        """As the preset has it of the partition."""
-        return None if site is None else limits.notice(settings, site)
 
     def accounting(self) -> Accounting:
         """By sacctmgr and scontrol, each question when it is needed."""
         from hpctrain.cluster.scheduler.slurm import facts
 
         return Accounting(
-            *(facts.accounts, facts.qos, facts.cpus_per_gpu, facts.machines, facts.srun_help),
-            partitions=facts.partitions,
-        )
-
-    def check(
-        self,
-        settings: Settings,
-        origins: Mapping[str, str],
-        site: Site,
-        *,
-        is_script: bool,
-        accounting: Accounting | None,
-    ) -> Chosen:
-        """Partition, quality of service, CPUs and time limit are chosen."""
-        return limits.check_site(
-            settings, origins, site, is_script=is_script, accounting=accounting
+            lambda: facts.of_user("Account"),
+            lambda: facts.of_user("QOS"),
+            *(facts.cpus_per_gpu, facts.machines, facts.srun_help, facts.partitions),
         )
 
     def notes(
@@ -270,17 +252,19 @@ class SlurmCluster(Cluster):
             settings, origins, site, folder=folder, environ=environ, accounting=accounting
         )
 
-    def check_settings(self, spec: Spec) -> list[Result]:
-        """Options of the user's own that go badly with a run that is started again."""
-        return check_options(spec.settings.slurm.extra)
-
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
         """The batch script."""
         return render_preflight(spec, run, token)
 
     def check_script(self, script: Path) -> list[Result]:
         """What `sbatch --test-only` says of it."""
-        return check_accepted(script, lambda words: run(words, query=False))
+        try:
+            run(["sbatch", "--test-only", str(script)], query=False)
+        except ClusterUnreachable as error:
+            return [Result("sbatch", UNKNOWN, str(error))]
+        except ClusterError as error:
+            return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
+        return [Result("sbatch", OK, "accepts the job")]
 
     def queue_view(self, partition: str) -> QueueView | None:
         """By sinfo and squeue, at once."""
@@ -295,18 +279,6 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm.facts import ask_waits
 
         return ask_waits(getpass.getuser())
-
-    def own_limits(self) -> list[str]:
-        """By sshare and sacctmgr, at once."""
-        import getpass
-
-        from hpctrain.cluster.scheduler.slurm.facts import ask_own_limits
-
-        return ask_own_limits(getpass.getuser())
-
-    def longest_s(self, settings: Settings, site: Site) -> int | None:
-        """By the limits of its partitions; of several the one that allows most."""
-        return limits.longest_s(settings, site)
 
     def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
         """By `sbatch --test-only`, all at once."""
@@ -427,30 +399,6 @@ class BulkQuery(SlurmCluster):
 
 
 BODY = "preflight.sh"
-
-
-def check_options(extra: Sequence[str]) -> list[Result]:
-    """Options of the user's own that a run which is started again gets along with badly."""
-    results = []
-    for option in extra:
-        if option.replace(" ", "=") == "--open-mode=truncate":
-            text = "slurm.extra: --open-mode=truncate throws a job's output away at each requeue"
-            results.append(Result("options", WARN, text, [], "take it out"))
-        if option == "--no-requeue":
-            text = "slurm.extra: --no-requeue: a run that is preempted does not come back"
-            results.append(Result("options", WARN, text, [], "take it out"))
-    return results
-
-
-def check_accepted(script: Path, ask: Callable[[Sequence[str]], str]) -> list[Result]:
-    """Return what `sbatch --test-only` says of the script: partition, account, QOS, limits."""
-    try:
-        ask(["sbatch", "--test-only", str(script)])
-    except ClusterUnreachable as error:
-        return [Result("sbatch", UNKNOWN, str(error))]
-    except ClusterError as error:
-        return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
-    return [Result("sbatch", OK, "accepts the job")]
 
 
 def render_preflight(spec: Spec, run: RunDir, token: str) -> str:

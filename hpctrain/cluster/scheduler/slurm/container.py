@@ -267,7 +267,6 @@ def _inside(spec: Spec, site: Site | None) -> list[str]:
     """
     container = spec.settings.container
     values: list[str] = []
-    names = list(site.container.env_pass if site else ())
     for text in container.env:
         name, sign, _ = text.partition("=")
         if _NAME.fullmatch(name) is None:
@@ -275,13 +274,13 @@ def _inside(spec: Spec, site: Site | None) -> list[str]:
                 f"{_origin(spec, 'container.env')}: container.env has {text!r}; it takes "
                 "NAME=VALUE, or the NAME of a variable that the job has"
             )
-        (values if sign else names).append(text)
+        values += [text] if sign else []
     lines = ["hpctrain_inside=(env -u TMPDIR PYTHONNOUSERSITE=1)"]
     for name, value in spec.env.items():
         lines += [f"hpctrain_value={shlex.quote(value)}"]
         ours = "$hpctrain_value" if name in _OF_THE_HOST else f"${{{name}-$hpctrain_value}}"
         lines += [f'hpctrain_inside+=("{name}={ours}")']
-    lines += [f'hpctrain_inside+=(${{{name}+"{name}=${name}"}})' for name in dict.fromkeys(names)]
+    lines += [f'hpctrain_inside+=(${{{name}+"{name}=${name}"}})' for name in _passed(spec, site)]
     return [*lines, *([f"hpctrain_inside+=({_join(values)})"] if values else [])]
 
 

@@ -2,44 +2,37 @@
 
 It checks that the image is there, is for the nodes' machines, and that a runtime starts it. What a
 module, a setup line or the site may bring is a note, not a refusal. The machine is read from the
-image's own bytes: SIF headers, OCI and docker configurations, the header of a root file system's
-shell. SquashFS cannot be read. Bytes that are cut off, nonsense or too large are "not known".
+image's own bytes: a SIF's header, or that of a root file system's shell. That of other images, and
+of bytes that are cut off or nonsense, is "not known".
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import re
 import shutil
 import stat
-import tomllib
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.scheduler.slurm.container import mounts_of, runtime_of
 from hpctrain.cluster.scheduler.slurm.script import module_lines
-from hpctrain.core.base.files import is_plain, open_plain, read_plain, read_text
+from hpctrain.core.base.files import open_plain
 from hpctrain.core.settings.schema import Settings, replaced
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.errors import ChecksFailed, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from io import FileIO
+    from collections.abc import Collection, Mapping, Sequence
 
     from hpctrain.cluster.scheduler.base import Accounting
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
 
-    Read: TypeAlias = Callable[[str], bytes | None]
-    "A file of the layout by its name; None where there is none of a sensible size."
-
 
 HEAD_BYTES = 512
-JSON_BYTES = 4 << 20
 _SIF_MAGIC = (32, b"SIF_MAGIC\0")
 _SIF_MACHINES = {
     b"02": "x86_64", b"04": "aarch64", b"05": "ppc64", b"06": "ppc64le", b"11": "s390x",
@@ -54,25 +47,14 @@ _ELF_MACHINES = {
     (22, "big"): "s390x",
     (243, "little"): "riscv64",
 }
-_OCI_MACHINES = {
-    "amd64": "x86_64",
-    "arm64": "aarch64",
-    "ppc64": "ppc64",
-    "ppc64le": "ppc64le",
-    "s390x": "s390x",
-    "riscv64": "riscv64",
-}
 _PROGRAMS = ("bin/sh", "usr/bin/sh", "bin/bash", "usr/bin/env", "bin/busybox")
-_DIGEST = re.compile(r"([a-z0-9]{1,16}):([0-9a-f]{32,128})")
 _MOST_LINKS = 40
-_MOST_MEMBERS = 20_000
-_MOST_MANIFESTS = 64
 
 
-def machines(image: Path) -> frozenset[str]:
-    """Return the machines whose programs an image has, as `uname -m` says it; none if not known.
+def machine_of(image: Path) -> str:
+    """The machine whose programs an image has, as `uname -m` says it; "" if not known.
 
-    `image` is a file, or a folder with a root file system or an OCI layout.
+    `image` is a file, or a folder with a root file system.
 
     Raises:
         OSError: it is not there, cannot be read, or is neither file nor folder.
@@ -82,27 +64,20 @@ def machines(image: Path) -> frozenset[str]:
         return _of_folder(image)
     with open_plain(image) as file:
         head = file.read(HEAD_BYTES) or b""
-        at, magic = _SIF_MAGIC
-        if head[at : at + len(magic)] == magic:
-            machine = _SIF_MACHINES.get(head[_SIF_CODE])
-            return frozenset({machine} if machine else ())
-        members = _tar_members(file)
-        return _of_layout(lambda name: _read_member(file, members.get(name)))
+    at, magic = _SIF_MAGIC
+    return _SIF_MACHINES.get(head[_SIF_CODE], "") if head[at : at + len(magic)] == magic else ""
 
 
-def _of_folder(root: Path) -> frozenset[str]:
-    if is_plain(root / "oci-layout"):
-        return _of_layout(lambda name: _read_small(root, name))
+def _of_folder(root: Path) -> str:
     for program in _PROGRAMS:
         try:
             with open_plain(inside(root, program)) as file:
                 head = file.read(20) or b""
         except OSError:
             continue
-        machine = elf_machine(head)
-        if machine:
-            return frozenset({machine})
-    return frozenset()
+        if machine := elf_machine(head):
+            return machine
+    return ""
 
 
 def inside(root: Path, name: str) -> Path:
@@ -141,120 +116,6 @@ def elf_machine(head: bytes) -> str:
     return _ELF_MACHINES.get((code, order), "")
 
 
-# ---- OCI and docker
-
-
-def _of_layout(read: Read) -> frozenset[str]:
-    """What an image's configuration says; none as soon as one part of it is not understood."""
-    names: list[str] = []
-    docker = _json(read("manifest.json"))
-    if isinstance(docker, list):
-        configs = [_text(entry, "Config") for entry in docker[:_MOST_MANIFESTS]]
-        names = [_text(_json(read(config)), "architecture") for config in configs]
-    else:
-        names = _of_index(read, _json(read("index.json")), set())
-    made_for = [_OCI_MACHINES.get(name, "") for name in names]
-    return frozenset(made_for) if all(made_for) else frozenset()
-
-
-def _of_index(read: Read, index: Any, seen: set[str]) -> list[str]:
-    """Return the architectures of an index; "" for one that is not understood.
-
-    No blob in `seen` is read again, or a ring would be followed for ever.
-    """
-    entries = index.get("manifests") if isinstance(index, dict) else None
-    if not isinstance(entries, list):
-        return [""]
-    names: list[str] = []
-    for entry in entries[:_MOST_MANIFESTS]:
-        platform = entry.get("platform") if isinstance(entry, dict) else None
-        name = _text(platform, "architecture")
-        again = _text(entry, "digest") in seen  # under two names, or a ring
-        if name == "unknown" or again:  # the former is no image: what a builder attests of one
-            continue
-        names += [name] if name else _of_manifest(read, _blob(read, entry, seen), seen)
-    return names
-
-
-def _of_manifest(read: Read, manifest: Any, seen: set[str]) -> list[str]:
-    if isinstance(manifest, dict) and "config" in manifest:
-        return [_text(_blob(read, manifest["config"], seen), "architecture")]
-    return _of_index(read, manifest, seen)
-
-
-def _blob(read: Read, descriptor: Any, seen: set[str]) -> Any:
-    digest = _DIGEST.fullmatch(_text(descriptor, "digest"))
-    if digest is None or len(seen) >= 2 * _MOST_MANIFESTS:
-        return None
-    seen.add(digest[0])
-    return _json(read(f"blobs/{digest[1]}/{digest[2]}"))
-
-
-def _text(record: Any, key: str) -> str:
-    value = record.get(key) if isinstance(record, dict) else None
-    return value if isinstance(value, str) else ""
-
-
-def _json(text: bytes | None) -> Any:
-    try:
-        return json.loads(text) if text else None
-    except (ValueError, RecursionError):
-        return None
-
-
-def _read_small(root: Path, name: str) -> bytes | None:
-    try:
-        return read_plain(inside(root, name), JSON_BYTES)
-    except (OSError, ValueError):  # a NUL in the name
-        return None
-
-
-# ---- tar
-
-
-def _tar_members(file: FileIO) -> dict[str, tuple[int, int]]:
-    """Place and size of what may be JSON; up to the first header that is none.
-
-    Written out, since `tarfile` reads as much memory as a header asks for.
-    """
-    members: dict[str, tuple[int, int]] = {}
-    size = os.fstat(file.fileno()).st_size
-    at = 0
-    for _ in range(_MOST_MEMBERS):
-        if at >= size:
-            break
-        file.seek(at)
-        header = file.read(HEAD_BYTES) or b""
-        length = _member_bytes(header)
-        if length is None:
-            break
-        name = header[:100].partition(b"\0")[0].decode(errors="replace").removeprefix("./")
-        members.setdefault(name, (at + HEAD_BYTES, length))
-        at += HEAD_BYTES + -(-length // HEAD_BYTES) * HEAD_BYTES
-    return members
-
-
-def _member_bytes(header: bytes) -> int | None:
-    """Size of the member with this header; None where it is no header."""
-    if len(header) < HEAD_BYTES or not header[0]:
-        return None
-    if header[124] & 0x80:  # 8 GiB and more
-        return int.from_bytes(header[125:136], "big")
-    return _octal(header[124:136])
-
-
-def _octal(field: bytes) -> int | None:
-    digits = field.strip(b" \0")
-    return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
-
-
-def _read_member(file: FileIO, member: tuple[int, int] | None) -> bytes | None:
-    if member is None or member[1] > JSON_BYTES:
-        return None
-    file.seek(member[0])
-    return file.read(member[1])
-
-
 COMMANDS = {
     "apptainer": "apptainer",
     "singularity": "singularity",
@@ -271,7 +132,6 @@ _WRITABLE = frozenset({"-w", "--write", "-W", "--write-fake", "--home"})
 """With these ch-run makes a mount's place by itself, or may have it."""
 _HOSTS = ("/dev", "/proc", "/sys", "/tmp")  # noqa: S108 - ch-run's own
 """Of the host, or writable, in each of ch-run's containers."""
-_EDF_BYTES = 1 << 20
 
 
 def check_container(
@@ -288,7 +148,7 @@ def check_container(
     Raises:
         NotFound: there is no such image.
         ChecksFailed: it cannot be read, is for other machines, or nothing here starts it.
-        UsageError: nobody says what is to start it, or its EDF is none.
+        UsageError: nobody says what is to start it.
     """
     runtime = runtime_of(settings.container, site, origins)
     if not runtime:
@@ -306,11 +166,8 @@ def check_container(
         return settings, notes
     if not image.startswith("/") and path.name and not _ARCHIVE.fullmatch(image):
         settings = replaced(settings, {"container.image": str(path)})
-    if path.suffix == ".toml":
-        path, setting = _image_of_edf(path, f"{setting} {path}")
-    if path is not None:
-        partition = settings.slurm.partition
-        notes += _check_image(path, setting, partition, settings.slurm.setup, accounting)
+    partition = settings.slurm.partition
+    notes += _check_image(path, setting, partition, settings.slurm.setup, accounting)
     return settings, notes
 
 
@@ -367,20 +224,6 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _image_of_edf(path: Path, setting: str) -> tuple[Path | None, str]:
-    """The image that the CSCS engine's environment file names, where that is a path."""
-    try:
-        table = tomllib.loads(read_text(path, _EDF_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OSError):
-            raise _unreadable(setting, path, error) from None
-        raise UsageError(f"{setting} is no environment file: it cannot be read as TOML") from None
-    image = table.get("image")
-    if not isinstance(image, str) or not image.startswith("/") or "$" in image:
-        return None, setting
-    return Path(image), f"{setting} has image"
-
-
 def _unreadable(setting: str, path: Path, error: OSError | ValueError) -> NotFound | ChecksFailed:
     number = getattr(error, "errno", None)
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG} or isinstance(error, ValueError):
@@ -400,7 +243,7 @@ def _check_image(
     accounting: Accounting | None,
 ) -> list[str]:
     try:
-        made_for = machines(path)
+        made_for = machine_of(path)
     except (OSError, ValueError) as error:
         if any(str(path) in line for line in setup):
             return [f"{setting} is {path}, which is not here: slurm.setup must bring it"]
@@ -408,19 +251,22 @@ def _check_image(
     if not made_for:
         return []
     nodes = frozenset((accounting and accounting.machines(partition)) or ())
-    its = _words(made_for)
     if not nodes:
         here = platform.machine()
-        unsure = f"{setting} is for {its} and this machine is {here}: nobody could say of the nodes"
-        return [] if here in made_for else [unsure]
-    there = f"of partition {partition}" if partition else "of the default partition"
-    if not made_for & nodes:
-        raise ChecksFailed(
-            f"{setting} is {path}, made for {its}, and the nodes {there} are {_words(nodes)}: take "
-            "an image for these, or another partition"
+        unsure = (
+            f"{setting} is for {made_for} and this machine is {here}: nobody could say of the nodes"
         )
-    others = nodes - made_for
-    return [f"{setting} is for {its}; some nodes {there} are {_words(others)}"] if others else []
+        return [] if here == made_for else [unsure]
+    there = f"of partition {partition}" if partition else "of the default partition"
+    if made_for not in nodes:
+        raise ChecksFailed(
+            f"{setting} is {path}, made for {made_for}, and the nodes {there} are {_words(nodes)}: "
+            "take an image for these, or another partition"
+        )
+    others = nodes - {made_for}
+    return (
+        [f"{setting} is for {made_for}; some nodes {there} are {_words(others)}"] if others else []
+    )
 
 
 def _words(names: Collection[str]) -> str:

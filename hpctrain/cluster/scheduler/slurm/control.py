@@ -31,6 +31,7 @@ from hpctrain.cluster.scheduler.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
     AccountRow,
+    names_of,
     parse_config,
     parse_jobs,
     parse_sacct,
@@ -38,7 +39,6 @@ from hpctrain.cluster.scheduler.slurm.parse import (
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.core.base.files import read_plain, write_private
-from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.listener import Listener, listen_at
 from hpctrain.core.base.records import NODE_DOWN, EndReason, JobContext, JobFacts, JobState
 from hpctrain.core.base.secret import sign, verify
@@ -127,7 +127,7 @@ class SlurmControl:
         """
         deadline = clock.monotonic() + self.timeout_s
         before = self._record(deadline).get("ExcNodeList", "")
-        kept_out = [*_names("" if before in NOTHING else before), *nodes]
+        kept_out = [*names_of("" if before in NOTHING else before), *nodes]
         names = fold_nodes(list(dict.fromkeys(kept_out)))
         update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
         run_until(update, deadline=deadline)
@@ -285,14 +285,6 @@ def _preempt_mode(
         mode = ask(["sacctmgr", *columns, "format=PreemptMode"]).strip()
         mode = "" if mode.lower() == "cluster" else mode
     return (mode or config.get("PreemptMode", "")).upper().split(",")
-
-
-def _names(nodelist: str) -> list[str]:
-    """Host names, or the list as it is where it cannot be read: SLURM may know better."""
-    try:
-        return expand_nodes(nodelist)
-    except ValueError:
-        return [nodelist]
 
 
 HOST = "127.0.0.1"

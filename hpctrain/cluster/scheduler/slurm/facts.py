@@ -43,14 +43,13 @@ PARTITION_TIMEOUT_S = 5.0
 CRED_EXPIRE_S = 120
 """SLURM's default of AuthInfo=cred_expire; a requeued job waits one second longer."""
 _ASSOCIATIONS = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
-_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode")
 _NODES_FORMAT = "%P|%D|%c|%l|%G"
 _UNLIMITED = NOTHING | {"INFINITE", "NO_VAL", "infinite", "n/a"}
 Record = dict[str, str]
 
 
 def ask_cluster() -> ClusterFacts:
-    """Ask scontrol, and sacctmgr where it answers.
+    """Ask scontrol.
 
     Raises:
         ClusterUnreachable: scontrol is not here, or slurmctld is silent.
@@ -58,25 +57,18 @@ def ask_cluster() -> ClusterFacts:
     config = run(["scontrol", "show", "config"], timeout_s=FACTS_TIMEOUT_S)
     partitions = run(["scontrol", "show", "partition"], timeout_s=FACTS_TIMEOUT_S)
     nodes = run(["scontrol", "show", "node"], timeout_s=FACTS_TIMEOUT_S)
-    facts = read_facts(config, partitions, nodes)
-    try:
-        facts = replace(facts, accounts=tuple(sorted(_column("Account"))))
-        if facts.preempt_type == "preempt/qos":
-            text = run(_QOS, timeout_s=ACCOUNTING_TIMEOUT_S)
-            facts = replace(facts, qos_preemption=read_qos(text))
-    except ClusterError as error:
-        facts = replace(facts, unasked=(f"accounting ({error})",))
-    return facts
+    return read_facts(config, partitions, nodes)
 
 
-def accounts() -> frozenset[str] | None:
-    """Accounts of the user; None where accounting cannot be asked or knows nothing of them."""
-    return _asked("Account")
+def of_user(column: str) -> frozenset[str] | None:
+    """What accounting says of the user in a column, such as Account or QOS.
 
-
-def qos() -> frozenset[str] | None:
-    """Qualities of service that the user has; None as for `accounts`."""
-    return _asked("QOS")
+    None where it cannot be asked, or knows nothing of them.
+    """
+    words = [*_ASSOCIATIONS, f"user={getpass.getuser()}", f"format={column}"]
+    text = _text_of(words, ACCOUNTING_TIMEOUT_S)
+    names = (name for line in text.splitlines() for name in line.strip().split(","))
+    return frozenset(filter(None, names)) or None
 
 
 def cpus_per_gpu(partition: str) -> int | None:
@@ -84,12 +76,8 @@ def cpus_per_gpu(partition: str) -> int | None:
 
     `partition` as in `ask_queue`.
     """
-    try:
-        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
-        config = run(["scontrol", "show", "config"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
-    return read_cpus_per_gpu(config, partitions, partition)
+    config, partitions = (_shown(what) for what in ("config", "partition"))
+    return read_cpus_per_gpu(config, partitions, partition) if config else None
 
 
 def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | None:
@@ -108,12 +96,11 @@ def machines(partition: str) -> frozenset[str] | None:
 
     `partition` as in `ask_queue`.
     """
-    try:
-        partitions = run(["scontrol", "show", "partition"], timeout_s=PARTITION_TIMEOUT_S)
-        nodes = run(["scontrol", "show", "node"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
-    return read_machines(partitions, nodes, partition) or None
+    return read_machines(_shown("partition"), _shown("node"), partition) or None
+
+
+def _shown(what: str) -> str:
+    return _text_of(["scontrol", "show", what], PARTITION_TIMEOUT_S)
 
 
 def read_machines(partitions: str, nodes: str, partition: str) -> frozenset[str]:
@@ -125,13 +112,8 @@ def read_machines(partitions: str, nodes: str, partition: str) -> frozenset[str]
 
 def partitions() -> dict[str, PartitionNodes] | None:
     """What the partitions have that a user sees, by name; None where nobody can say."""
-    try:
-        text = run(
-            ["sinfo", "--noheader", f"--format={_NODES_FORMAT}"], timeout_s=PARTITION_TIMEOUT_S
-        )
-    except ClusterError:
-        return None
-    return read_partitions(text)
+    text = _text_of(["sinfo", "--noheader", f"--format={_NODES_FORMAT}"], PARTITION_TIMEOUT_S)
+    return read_partitions(text) if text else None
 
 
 def read_partitions(text: str) -> dict[str, PartitionNodes]:
@@ -157,10 +139,7 @@ def read_partitions(text: str) -> dict[str, PartitionNodes]:
 
 def srun_help() -> str | None:
     """What `srun --help` prints, plugins' options with it; None where there is no srun."""
-    try:
-        return run(["srun", "--help"], timeout_s=PARTITION_TIMEOUT_S)
-    except ClusterError:
-        return None
+    return _text_of(["srun", "--help"], PARTITION_TIMEOUT_S) or None
 
 
 def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
@@ -185,7 +164,6 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         version=settings.get("SLURM_VERSION", ""),
         partitions=tuple(facts),
         preempt_type=preempt_type,
-        exempt_s=_seconds(settings.get("PreemptExemptTime", "")),
         job_requeue=None if requeue is None else requeue == "1",
         kill_wait_s=None if kill_wait is None else int(kill_wait),
         send_user_signal="send_user_signal" in signal_words,
@@ -193,33 +171,6 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         select_type=settings.get("SelectType", ""),
         has_gpus="gpu" in settings.get("GresTypes", "").split(","),
     )
-
-
-def read_qos(text: str) -> tuple[str, ...]:
-    """Which quality of service preempts which, in words, from sacctmgr's rows."""
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") >= 2]  # noqa: PLR2004 - three columns
-    mode = {name: how for name, _, how, *_ in rows}
-    return tuple(
-        f"{name} preempts {victim} ({mode.get(victim) or 'cluster'})"
-        for name, victims, *_ in rows
-        for victim in victims.split(",")
-        if victim
-    )
-
-
-def _asked(column: str) -> frozenset[str] | None:
-    try:
-        return frozenset(_column(column)) or None
-    except ClusterError:  # many sites have no accounting: SLURM itself refuses what is wrong then
-        return None
-
-
-def _column(name: str) -> set[str]:
-    text = run(
-        [*_ASSOCIATIONS, f"user={getpass.getuser()}", f"format={name}"],
-        timeout_s=ACCOUNTING_TIMEOUT_S,
-    )
-    return {word for line in text.splitlines() for word in line.strip().split(",") if word}
 
 
 def _chosen(partitions: str, partition: str) -> list[Record]:
@@ -317,15 +268,6 @@ def _gpus(gres: str) -> tuple[int, str]:
             count += (parse_count(rest[-1]) or 1) if rest and rest[-1].isdecimal() else 1
             kinds.add(rest[0] if rest and not rest[0].isdigit() else "")
     return count, kinds.pop() if len(kinds) == 1 else ""
-
-
-def _seconds(text: str) -> int:
-    """Seconds of [days-]hours:minutes:seconds; 0 for anything else."""
-    parts = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9}):(\d\d):(\d\d)", text)
-    if parts is None:
-        return 0
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 VIEW_S, STARTS_S = 2.0, 3.0
@@ -490,38 +432,8 @@ def read_waits(text: str) -> list[WaitRecord]:
     return [record for _, record in sorted(waits, key=lambda wait: wait[0])][-WAIT_ROWS:]
 
 
-SHARE = ("sshare", "--noheader", "--parsable2", "--format=Account,User,FairShare")
-LIMITS = ("Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES")
-ASSOCIATION = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
-
-
-def ask_own_limits(user: str, *, timeout_s: float = VIEW_S) -> list[str]:
-    """Return what accounting says of a user, a line for each account; none where it is silent."""
-    share = [*SHARE, f"--user={user}"]
-    limits = [*ASSOCIATION, f"user={user}", f"format={','.join(LIMITS)}"]
-    with ThreadPoolExecutor(2) as pool:
-        shares, own = (pool.submit(_text_of, words, timeout_s) for words in (share, limits))
-        return read_own_limits(shares.result(), own.result(), user)
-
-
 def _text_of(words: list[str], timeout_s: float) -> str:
     try:
         return run(words, timeout_s=timeout_s)
-    except ClusterError:  # many sites have no accounting, or no fair-share
+    except ClusterError:  # many sites have no accounting
         return ""
-
-
-def read_own_limits(share: str, limits: str, user: str) -> list[str]:
-    """The same from what sshare and sacctmgr printed."""
-    shares: dict[str, str] = {}
-    for line in share.splitlines():
-        words = [word.strip() for word in line.split("|")]
-        if len(words) == 3 and words[1] == user and words[2]:  # noqa: PLR2004 - its columns
-            shares[words[0]] = f"fair-share {words[2]} of 1"
-    lines = {account: [text] for account, text in shares.items()}
-    for line in limits.splitlines():
-        account, *values = line.strip().split("|")
-        if len(values) == len(LIMITS) - 1:
-            named = zip(LIMITS[1:], values, strict=True)
-            lines.setdefault(account, []).extend(f"{n} {v}" for n, v in named if v)
-    return [f"account {name}: {', '.join(texts) or 'no limits'}" for name, texts in lines.items()]

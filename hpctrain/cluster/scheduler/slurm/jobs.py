@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from hpctrain.cluster.scheduler.slurm.parse import (
     NOTHING,
     AccountRow,
+    names_of,
     parse_count,
     parse_state,
     parse_time,
 )
-from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.records import JobFacts, JobInfo, JobStart, JobState
 
 if TYPE_CHECKING:
@@ -163,20 +163,8 @@ def _explained(info: JobInfo, priority: str) -> JobInfo:
 
 def queued_job(row: Sequence[str]) -> JobInfo:
     """The login node's view of one row of squeue in BULK_FORMAT."""
-    job_id, word, nodes, start, end, priority, reason, command = row
-    state = parse_state(word)
-    info = JobInfo(
-        job_id=job_id,
-        state=job_state(state),
-        said=state,
-        alive=is_alive(state),
-        reason=_or_none(reason),
-        nodes=_or_none(nodes) or "",
-        start_time=parse_time(start),
-        end_time=parse_time(end),
-        script=_or_none(command) or "",
-    )
-    return _explained(info, priority)
+    names = ("JobId", "JobState", "NodeList", "StartTime", "EndTime", "Priority", "Reason")
+    return job_info(dict(zip((*names, "Command"), row, strict=True)))
 
 
 def job_facts(record: Mapping[str, str]) -> JobFacts:
@@ -226,14 +214,6 @@ def job_starts(rows: Sequence[AccountRow]) -> list[JobStart]:
     for row in rows:
         index = counted.get(row.job_id, 0)
         counted[row.job_id] = index + 1
-        state, nodes = job_state(row.state), _names(row.nodes)
+        state, nodes = job_state(row.state), ",".join(names_of(row.nodes))
         starts.append(JobStart(row.job_id, index, state, row.start, row.end, nodes))
     return starts
-
-
-def _names(nodes: str) -> str:
-    """A node list as host names; as it is where it cannot be read."""
-    try:
-        return ",".join(expand_nodes(nodes))
-    except ValueError:
-        return nodes

@@ -2,9 +2,7 @@
 
 What is chosen is a layer of its own (`Chosen`), which a resume drops, to choose anew.
 `choose_partition` goes by the limits in the preset; one that the preset does not have is unknown,
-and refuses nothing: SLURM will. `_preemption_notes` puts what preemption costs into words for the
-user; the facts behind it are in docs/staying-alive.md. Pure, but for a few questions to SLURM that
-a caller may hand in.
+and refuses nothing: SLURM will. Pure, but for a few questions to SLURM that a caller may hand in.
 """
 
 from __future__ import annotations
@@ -27,15 +25,13 @@ if TYPE_CHECKING:
     from hpctrain.cluster.site.schema import Partition, Site
     from hpctrain.core.settings.schema import Settings
 
-AGENT_S = 3
-"""Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""
 _GPU_OPTIONS = frozenset(
     {"--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"}
 )
 _CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
 
 
-def shell_layer(site: Site | None, environ: Mapping[str, str]) -> Layer:
+def shell_layer(environ: Mapping[str, str], site: Site | None) -> Layer:
     """What the user's shell decides, as a layer above the site's and below hpctrain.toml.
 
     These are the SBATCH_* variables that the preset keeps, and the first of its `account_env`;
@@ -60,7 +56,7 @@ def check_site(
     site: Site,
     *,
     is_script: bool,
-    accounting: Accounting | None = None,
+    accounting: Accounting | None,
 ) -> Chosen:
     """Hold the settings against the site, for a job of SLURM's; see `Cluster.check`.
 
@@ -472,8 +468,18 @@ def _preemption_notes(
         return notes
     name, facts = settings.slurm.partition, partition.preemption
     where = site.where("partitions", name, "preemption")
-    short = _short_notice(settings, site, partition, where)
-    notes += [short] if short else []
+    window, lead = notice(settings, site), settings.slurm.signal_lead_s
+    if window is None:
+        notes.append(
+            f"partition {name} preempts jobs ({where}), with how much grace the preset does not "
+            "say: where a save does not fit into it, the steps since the last checkpoint are lost"
+        )
+    elif window[0] < lead:
+        notes.append(
+            f"partition {name} kills {window[0]} s after the notice of a preemption ({where}), "
+            f"sooner than slurm.signal_lead_s ({lead} s) says: where a step and a save take "
+            "longer, the steps since the last checkpoint are lost"
+        )
     if facts.mode == "cancel" and site.slurm.requeue is not False:
         notes.append(
             f"partition {name} cancels what it preempts ({where}): the run comes back only where "
@@ -493,53 +499,15 @@ def _preemption_notes(
     return notes
 
 
-def _short_notice(settings: Settings, site: Site, partition: Partition, where: str) -> str:
-    """What is lost where the time from the notice to the kill may be too short; "" elsewhere."""
-    name, facts = settings.slurm.partition, partition.preemption
-    lead, cost = settings.slurm.signal_lead_s, _cost(settings)
-    if facts.grace_s is None:
-        return (
-            f"partition {name} preempts jobs ({where}), with how much grace the preset does not "
-            f"say: where a save does not fit into it, a preemption costs {cost}"
-        )
-    window = facts.grace_s or site.slurm.kill_wait_s
-    if window is None:
-        return (
-            f"partition {name} preempts jobs without GraceTime ({where}): a preemption costs {cost}"
-        )
-    named = "GraceTime" if facts.grace_s else "no GraceTime, only KillWait"
-    kills = f"partition {name} kills {window} s after the notice of a preemption ({named}, {where})"
-    if window <= AGENT_S:
-        return f"{kills}, which leaves no time to save: it costs {cost}"
-    if lead > window:
-        return (
-            f"{kills}, sooner than slurm.signal_lead_s ({lead} s) says: where a step and a save "
-            f"take longer, it costs {cost}"
-        )
-    return ""
-
-
-def notice(settings: Settings, site: Site) -> tuple[int, str] | None:
+def notice(settings: Settings, site: Site | None) -> tuple[int, str] | None:
     """Seconds from the notice of a preemption to the kill, and where that stands.
 
     None where jobs are not preempted, or the preset does not say how long it is.
     """
     name = settings.slurm.partition
-    partition = site.partitions.get(name)
-    if partition is None or not is_preemptable(partition):
+    partition = site.partitions.get(name) if site is not None else None
+    if site is None or partition is None or not is_preemptable(partition):
         return None
     grace_s = partition.preemption.grace_s
     window = site.slurm.kill_wait_s if grace_s == 0 else grace_s
     return None if window is None else (window, site.where("partitions", name, "preemption"))
-
-
-def _cost(settings: Settings) -> str:
-    """The most that a kill without a save takes away."""
-    checkpoint = settings.checkpoint
-    if checkpoint.interval_steps:
-        return f"up to {checkpoint.interval_steps} steps, those since the last checkpoint"
-    seconds = checkpoint.interval_s or checkpoint.max_loss_s
-    key = "interval_s" if checkpoint.interval_s else "max_loss_s"
-    return (
-        f"what was trained since the last checkpoint, up to {duration(seconds)} (checkpoint.{key})"
-    )

@@ -161,6 +161,14 @@ def parse_sacct(text: str) -> list[AccountRow]:
     ]
 
 
+def names_of(nodelist: str) -> list[str]:
+    """The names of a node list, or the list as it is: SLURM may read what nobody here can."""
+    try:
+        return expand_nodes(nodelist)
+    except ValueError:
+        return [nodelist]
+
+
 def read_nodes(nodelist: str) -> list[str]:
     """The names of a node list; none, and a word about it, for one that cannot be read."""
     try:

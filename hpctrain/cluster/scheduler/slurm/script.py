@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 EXPORT_NONE = "#SBATCH --export=NONE"
 EXPORT_UNSET = "# This site wants no --export."
+_EXPORTS = {"none": [EXPORT_NONE], "unset": [EXPORT_UNSET]}
 _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 _LAYOUT = re.compile(
     r"--(ntasks|tasks|ntasks-per-\w+|tasks-per-node|cpus-per-task|array)(=.*)?|-[nca]\d*(\s.*)?"
@@ -91,7 +92,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         f"hpctrain_srun_args=({_join(_srun_options(settings, site))})",
         *_setup(module_lines(site), settings, site),
         *_container(spec, run, token, site),
-        *_stage(spec),
+        *script_lines(spec),
         "",
         body_path().read_text().rstrip("\n"),
     ]
@@ -103,11 +104,15 @@ def body_path() -> Path:
     return data_dir("sbatch") / BODY
 
 
-def _srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
+def _srun_options(settings: SlurmSettings, site: Site | None) -> list[str]:
     """What the run adds to the srun line: CPUs of a node's ranks, the site's, the user's own."""
     cpus = settings.cpus_per_rank * settings.ranks()
-    own = [f"--cpus-per-task={cpus}"] if cpus else []
-    return [*own, *_srun_options_of(site), *settings.srun_args]
+    options = [f"--cpus-per-task={cpus}"] if cpus else []
+    if site is not None:
+        options += ["--export=ALL"] if site.slurm.export == "none" else []
+        options += [f"--mpi={site.slurm.mpi}"] if site.slurm.mpi else []
+        options += site.slurm.srun_args
+    return [*options, *settings.srun_args]
 
 
 def _header_lines(
@@ -124,11 +129,11 @@ def _header_lines(
     flags = [*_requeue(site), *(["--exclusive"] if is_exclusive(settings, site) else [])]
     written = [*(f"--{option}={value}" for option, value in options if value), *flags]
     theirs = [_site_option(o, settings, site) for o in _more_options(settings, site, written)]
-    more = [*theirs, *map(_checked, settings.extra)]
+    more = [*theirs, *settings.extra]
     return [
         *(f"#SBATCH --{option}={quote(value)}" for option, value in options if value),
         *(f"#SBATCH {flag}" for flag in flags),
-        *_export_line(site),
+        *(_EXPORTS.get(site.slurm.export, []) if site else []),
         *(f"#SBATCH {quote(option)}" for option in more),
     ]
 
@@ -197,22 +202,10 @@ def dependency(after: Sequence[str]) -> str:
     return ":".join(["afterok", *after]) if after else ""
 
 
-def _dependency_arguments(after: Sequence[str]) -> list[str]:
-    """What sbatch's command line has to say of the jobs to wait for."""
-    if not after:
-        return []
-    return [f"--dependency={dependency(after)}", "--kill-on-invalid-dep=no"]
-
-
 def _requeue(site: Site | None) -> list[str]:
     """Said in any case, since JobRequeue differs between sites."""
     flag = "--no-requeue" if site and site.slurm.requeue is False else "--requeue"
     return [] if is_forbidden(flag, site) else [flag]
-
-
-def _export_line(site: Site | None) -> list[str]:
-    lines = {"none": [EXPORT_NONE], "unset": [EXPORT_UNSET]}
-    return lines.get(site.slurm.export, []) if site else []
 
 
 def quote(value: str) -> str:
@@ -261,30 +254,6 @@ def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str
     return option
 
 
-def _checked(option: str) -> str:
-    """One of the user's own options, unless it keeps the job from coming back on fewer nodes."""
-    if not option.startswith("-"):
-        raise UsageError(
-            f"slurm.extra: {option!r} is not an option: give each as one string, e.g. --switches=1"
-        )
-    if _ELSEWHERE.match(option):
-        raise UsageError(
-            f"slurm.extra: {option!r} sends the job to another cluster, where nobody would find it "
-            "again: submit on a login node of that cluster"
-        )
-    if _ARRAY.match(option):
-        raise UsageError(
-            f"slurm.extra: {option!r} makes a job array, and a run is one job: submit each by "
-            "itself, with a --name of its own"
-        )
-    if _LAYOUT.fullmatch(option):
-        raise UsageError(
-            f"slurm.extra: {option!r} fixes the job's task layout, so it could not come back on "
-            "fewer nodes: use slurm.nodes, slurm.ranks_per_node and slurm.cpus_per_rank"
-        )
-    return option
-
-
 def _setup(modules: Sequence[str], settings: SlurmSettings, site: Site | None) -> list[str]:
     """The site's and the user's shell lines, as a function: the body calls it once it has traps."""
     if not modules and not settings.setup:
@@ -306,13 +275,6 @@ def _container(spec: Spec, run: RunDir, token: str, site: Site | None) -> list[s
     from hpctrain.cluster.scheduler.slurm.container import container_lines  # which few runs need
 
     return container_lines(spec, run, token, site)
-
-
-def _stage(spec: Spec) -> list[str]:
-    if spec.settings.environment.stage == "no":
-        return []
-
-    return script_lines(spec)
 
 
 def _join(words: Sequence[str]) -> str:
@@ -385,16 +347,6 @@ def _more_options(settings: SlurmSettings, site: Site | None, header: Iterable[s
             )
     names = {*written, *map(name_of, options)}
     return options + [option for option in site.slurm.extra if name_of(option) not in names]
-
-
-def _srun_options_of(site: Site | None) -> list[str]:
-    """What the site adds to the srun line."""
-    if site is None:
-        return []
-    _refuse_launcher(site)
-    export = ["--export=ALL"] if site.slurm.export == "none" else []
-    mpi = [f"--mpi={site.slurm.mpi}"] if site.slurm.mpi else []
-    return [*export, *mpi, *site.slurm.srun_args]
 
 
 def _refuse_launcher(site: Site) -> None:
@@ -578,7 +530,8 @@ def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT
         ClusterError: refused; nothing was started.
         ClusterUnreachable: no answer in time; the job may or may not have been accepted.
     """
-    arguments = [*export_arguments(script.read_text()), *_dependency_arguments(after)]
+    waits = [f"--dependency={dependency(after)}", "--kill-on-invalid-dep=no"] if after else []
+    arguments = [*export_arguments(script.read_text()), *waits]
     command = ["sbatch", "--parsable", *arguments, str(script)]
     try:
         answer = run(command, timeout_s=timeout_s, query=False)
