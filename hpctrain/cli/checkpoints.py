@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +9,7 @@ import click
 
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.checkpoint.store.find import FoundCheckpoint, step_path
-from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
+from hpctrain.cli.checkpoints_exchange import export_command, import_command
 from hpctrain.cli.checkpoints_keep import (
     echo_sealed,
     path_command,
@@ -54,14 +52,13 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 7
 READERS = 4
-SHOWN = 200
 
 
 @click.group("checkpoints")
 @runs_option
 @click.pass_context
 def command(ctx: click.Context, runs: Path) -> None:
-    """List, show, verify, keep and delete a run's checkpoints.
+    """List, verify, keep and delete a run's checkpoints.
 
     \b
     hpctrain checkpoints list gpt-a             checkpoints and their state
@@ -72,9 +69,9 @@ def command(ctx: click.Context, runs: Path) -> None:
     ctx.obj = runs
 
 
-for _command in (pin_command, prune_command, rm_command, path_command):
-    command.add_command(_command)
-for _command in (export_command, import_command, diff_command):
+for _command in (
+    pin_command, prune_command, rm_command, path_command, export_command, import_command,
+):  # fmt: skip
     command.add_command(_command)
 
 
@@ -121,30 +118,6 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
     ]
     header = ("STEP", "WHEN", "SIZE", "RANKS", "ENGINE", *["EVALUATION"] * judged, "STATE")
     echo_table(cells, header=header, right=(0, 2, 3))
-
-
-@command.command("show")
-@click.argument("run", shell_complete=complete_run)
-@click.argument("step", type=click.IntRange(min=0))
-@json_option
-@click.pass_obj
-def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
-    """Show what the manifest of one checkpoint says."""
-    checkpoint = _one(_run(run, runs), step)
-    facts = _facts(checkpoint)
-    if as_json:
-        echo_json(facts)
-        return
-    from hpctrain.core.drawing import echo_table
-
-    files = facts.pop("files")
-    if "tensors" in facts:
-        facts["tensors"] = f"{len(facts['tensors']):,} (--json lists them)"
-    echo_table([(key, _inline(value)) for key, value in facts.items()])
-    if files:
-        cells = [(file["name"], f"{file['size']:,}", file["digest"]) for file in files]
-        click.echo()
-        echo_table(cells, header=("FILE", "BYTES", "DIGEST"), right=(1,))
 
 
 @command.command("verify")
@@ -316,35 +289,6 @@ def _pin(checkpoint: FoundCheckpoint) -> str | None:
         return f"nobody can say: {error.strerror}"
 
 
-def _facts(checkpoint: FoundCheckpoint) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    facts: dict[str, Any] = {
-        "name": checkpoint.name,
-        "path": str(checkpoint.path),
-        "state": checkpoint.state,
-        "why": checkpoint.problem,
-        "pinned": _pin(checkpoint),
-        "files": [],
-    }
-    if checkpoint.manifest is not None:
-        manifest = _finite(asdict(checkpoint.manifest))
-        manifest["run"] = manifest.pop("name")
-        facts |= manifest | {"size_bytes": checkpoint.manifest.size}
-    return facts
-
-
-def _finite(value: Any) -> Any:
-    """The same with infinities and NaN as text, which strict JSON has no other form for."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def _size(checkpoint: FoundCheckpoint) -> int | None:
     return None if checkpoint.manifest is None else checkpoint.manifest.size
 
@@ -354,15 +298,6 @@ def _state(row: dict[str, Any]) -> str:
     if row["pinned"] is None:
         return state
     return f"{state}, pinned ({row['pinned']})" if row["pinned"] else f"{state}, pinned"
-
-
-def _inline(value: Any) -> str | None:
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) <= SHOWN:
-        return text
-    return f"{text[:SHOWN]}... ({len(text):,} characters, --json shows all)"
 
 
 @click.command(

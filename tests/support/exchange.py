@@ -1,4 +1,4 @@
-"""Runs and checkpoints with known tensors, for tests of export, import and diff."""
+"""Runs and checkpoints with known tensors, for tests of export and import."""
 
 from __future__ import annotations
 

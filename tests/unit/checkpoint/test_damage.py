@@ -66,7 +66,7 @@ def _flips(run, count, seed=3):
     """Flip single bits, each undone before the next; what was missed, and where the others were."""
     path = find.step_path(run, NEW)
     found = find.look(run, NEW)
-    chunks = CheckpointSource.open(path, found.manifest).table
+    chunks = CheckpointSource.open(path, found.manifest).rows
     headers = {
         entry.name: int(chunks.offset[chunks.rows_in(number)[0]])
         for number, entry in enumerate(found.manifest.files)
