@@ -84,7 +84,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Compares sizes with the manifests; `verify` reads bytes.
     """
-    directory = _run(run, runs)
+    directory = find_run(run, runs=runs)
     rows, sealed = _rows(directory), sealed_rows(directory)
     if as_json:
         echo_json({"run": directory.name, "checkpoints": rows, "sealed": sealed})
@@ -145,13 +145,16 @@ def verify_command(
     Without --deep it reads only manifests, chunk tables and file sizes. It changes no
     checkpoint: a run quarantines damaged ones. The ledger records what --deep verified.
     """
-    directory = _run(run, ctx.obj)
+    directory = find_run(run, runs=ctx.obj)
     sealed = sealed_of_step(directory, step)
     if step is None:
         wanted = find.candidates(directory)
     else:
         only_sealed = sealed and step not in find.steps(directory)
-        wanted = [] if only_sealed else [_one(directory, step)]
+        wanted = []
+        if not only_sealed:
+            find.require_known(directory, [step])
+            wanted = [find.glance(directory, step)]
     threads = threads or min(READERS, os.cpu_count() or 1)
     verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
     of_sealed = _sealed_verdicts(sealed, deep=deep, threads=threads, echo=not as_json)
@@ -171,18 +174,6 @@ def verify_command(
         click.echo(f"{len(wanted) + len(sealed)} verified ({done}), {damaged} damaged{refused}")
     if damaged or unreadable:
         ctx.exit(EXIT_DAMAGED)
-
-
-def _run(name: str, runs: Path) -> RunDir:
-    return find_run(name, runs=runs)
-
-
-def _one(run: RunDir, step: int) -> FoundCheckpoint:
-    there = find.steps(run)
-    if step not in there:
-        listed = ", ".join(map(str, there)) or "none"
-        raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
-    return find.glance(run, step)
 
 
 def _verdicts(

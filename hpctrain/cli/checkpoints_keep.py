@@ -127,7 +127,7 @@ def prune_command(
     _require_metric(directory, rules, decisions)
     _refuse_if_all_in_use(directory, decisions, idle)
     if not dry_run:
-        gone = retention.prune(directory, **vars(rules), idle=idle, evaluations=evaluations)
+        gone = retention.prune(directory, rules, idle=idle, evaluations=evaluations)
         # Those that really went: the run may have saved, or restored, since they were looked at.
         decisions = [_settled(decision, gone=decision.row.step in gone) for decision in decisions]
     _print_pruned(directory, rules, decisions, dry_run=dry_run, as_json=as_json)

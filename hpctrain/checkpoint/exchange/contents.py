@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import DTYPES, ShardPiece
 from hpctrain.checkpoint.store import find
-from hpctrain.errors import CheckpointError, NotFound, TornCheckpoint
+from hpctrain.errors import CheckpointError, TornCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -224,10 +224,7 @@ def committed(run: RunDir, step: int) -> tuple[Path, Manifest]:
         NotFound: there is none of that step.
         TornCheckpoint: it is torn.
     """
-    there = find.steps(run)
-    if step not in there:
-        listed = ", ".join(map(str, there)) or "none"
-        raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
+    find.require_known(run, [step])
     checkpoint = find.look(run, step)
     if checkpoint.problem is not None or checkpoint.manifest is None:
         raise TornCheckpoint(f"step {step} of {run.name} is torn: {checkpoint.problem}")

@@ -20,8 +20,7 @@ import numpy as np
 
 from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried, same
 from hpctrain.checkpoint.exchange.export import Written, compare, flush, placing
-from hpctrain.checkpoint.format.manifest import SAFETENSORS
-from hpctrain.checkpoint.format.shard import DTYPES, encode_header
+from hpctrain.checkpoint.format.shard import DTYPES, SAFETENSORS, encode_header
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

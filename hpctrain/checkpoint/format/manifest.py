@@ -53,13 +53,6 @@ OLDEST = 3
 what came before was never released."""
 KIND = "__hpctrain__"
 """The key of a form in `extra` and `data` that came with format 4: checkpoint-format.md."""
-SAFETENSORS = frozenset(
-    {
-        "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U64",
-        "U32", "U16", "U8", "BOOL",
-    }
-)  # fmt: skip
-"""Dtypes that safetensors has words for."""
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
 PINNED_NAME = "PINNED"
@@ -67,9 +60,8 @@ PINNED_NAME = "PINNED"
 
 MAX_STEP = 10**10 - 1
 _STEP = re.compile(r"step-([0-9]{10})")  # not \d, which takes digits of every script
-_STAGED = re.compile(r"step-([0-9]{10})\.staged-([0-9]{4,})")
-_SET_ASIDE = re.compile(r"step-([0-9]{10})\.set-aside-([1-9][0-9]*)")
-_DELETING = re.compile(r"step-([0-9]{10})\.deleting-([1-9][0-9]*)")
+STAGED, SET_ASIDE, DELETING = "staged", "set-aside", "deleting"
+_ASIDE = re.compile(rf"step-([0-9]{{10}})\.({STAGED}|{SET_ASIDE}|{DELETING})-([0-9]+)")
 
 MOST_BYTES = 1 << 30
 """Of a manifest; millions of tensors take less."""
@@ -109,57 +101,29 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def staged_name(step: int, attempt: int) -> str:
-    """The name under which an attempt writes a step, e.g. ``step-0000001000.staged-0003``.
+def aside_name(step: int, kind: str, number: int) -> str:
+    """The name of what is not committed, e.g. ``step-0000001000.staged-0003``.
 
-    Raises:
-        ValueError: the step or the attempt is out of range.
-    """
-    return f"{step_name(step)}.staged-{_counted(attempt):04d}"
-
-
-def parse_staged(name: str) -> tuple[int, int] | None:
-    """Step and attempt of a staged checkpoint's name; None for every other name."""
-    match = _STAGED.fullmatch(name)
-    if not match or int(match[2]) < 1 or match[2] != f"{int(match[2]):04d}":
-        return None
-    return int(match[1]), int(match[2])
-
-
-def set_aside_name(step: int, number: int) -> str:
-    """The name of a damaged checkpoint that was moved away, e.g. ``step-0000001000.set-aside-1``.
+    Args:
+        step: As in `step_name`.
+        kind: STAGED, whose number is the attempt; SET_ASIDE or DELETING, which are counted.
+        number: From 1 on.
 
     Raises:
         ValueError: the step or the number is out of range.
     """
-    return f"{step_name(step)}.set-aside-{_counted(number)}"
-
-
-def parse_set_aside(name: str) -> tuple[int, int] | None:
-    """Step and number of a set-aside checkpoint's name; None for every other name."""
-    match = _SET_ASIDE.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def deleting_name(step: int, number: int) -> str:
-    """The name of what is being deleted, e.g. ``step-0000001000.deleting-1``.
-
-    Raises:
-        ValueError: the step or the number is out of range.
-    """
-    return f"{step_name(step)}.deleting-{_counted(number)}"
-
-
-def parse_deleting(name: str) -> tuple[int, int] | None:
-    """Step and number of the name of what is being deleted; None for every other name."""
-    match = _DELETING.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _counted(number: int) -> int:
     if number < 1:
         raise ValueError(f"{number} is not a number counted from 1")
-    return number
+    return f"{step_name(step)}.{kind}-{number:0{4 if kind == STAGED else 1}d}"
+
+
+def parse_aside(name: str, kind: str) -> tuple[int, int] | None:
+    """Step and number of a name that `aside_name` gives to this kind; None for every other name."""
+    match = _ASIDE.fullmatch(name)
+    if match is None or match[2] != kind or int(match[3]) < 1:
+        return None
+    step, number = int(match[1]), int(match[3])
+    return (step, number) if aside_name(step, kind, number) == name else None
 
 
 def count(value: object, most: int = MOST) -> bool:

@@ -40,6 +40,8 @@ DTYPES: dict[str, int] = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Dtypes in safetensors' words, and the bytes of one element. Our own words are added below."""
+SAFETENSORS = frozenset(DTYPES)
+"""Dtypes that safetensors has words for."""
 _BYTES = [
     "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4_X2", *(f"INT{bits}" for bits in range(1, 8)),
     *(f"UINT{bits}" for bits in range(1, 8)),

@@ -26,7 +26,8 @@ from hpctrain.checkpoint.format.shard import proof, proof_bytes, proof_digest
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import set_aside_locked
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
-from hpctrain.ledger.run.fence import publishing, run_lock
+from hpctrain.ledger.run.event_types import CheckpointSetAside
+from hpctrain.ledger.run.fence import publishing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.table import ChunkTable
     from hpctrain.checkpoint.store.find import FoundCheckpoint
+    from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
 
@@ -46,7 +48,6 @@ SHOWN = 3
 
 def verify(
     checkpoint: FoundCheckpoint,
-    files: Sequence[str] | None = None,
     *,
     threads: int = 1,
     on_bytes: Callable[[int], object] | None = None,
@@ -55,27 +56,22 @@ def verify(
 ) -> list[str]:
     """Return what is wrong with a checkpoint: one line per damage, with file, tensor and place.
 
-    `files` limits the files to look at; the chunk table is always read. Without `deep`, check what
-    is small: manifest, chunk table, cover of every tensor, sizes of all files. `threads` read at a
-    time, a large file together, and call `on_bytes`. `unreadable` takes a line for each place that
-    the file system refused, which is no damage.
+    Without `deep`, check what is small: manifest, chunk table, cover of every tensor, sizes of all
+    files. `threads` read at a time, a large file together, and call `on_bytes`. `unreadable` takes
+    a line for each place that the file system refused, which is no damage.
 
     Raises:
         FileSystemFault: such a place, where no list takes it.
     """
     refused: list[str] = []
     try:
-        problems, chunks = _small(checkpoint, files, deep=deep)
+        problems, chunks = _small(checkpoint, deep=deep)
     except FileSystemFault as error:
         problems, chunks = [], None
         refused.append(str(error))
     if deep and chunks is not None and checkpoint.manifest is not None:
-        names = [entry.name for entry in checkpoint.manifest.files]
-        numbers = [
-            number
-            for number, name in enumerate(names)
-            if (files is None or name in files) and not _names(problems, name)
-        ]
+        files = enumerate(checkpoint.manifest.files)
+        numbers = [number for number, entry in files if not _names(problems, entry.name)]
         scrub = _Scrub(checkpoint.path, checkpoint.manifest, chunks, on_bytes, {}, {})
         in_threads(scrub.tasks(numbers), threads, scrub.work)
         problems += scrub.lines()
@@ -87,23 +83,16 @@ def verify(
     return problems
 
 
-def _small(
-    checkpoint: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
-) -> tuple[list[str], ChunkIndex | None]:
+def _small(checkpoint: FoundCheckpoint, *, deep: bool) -> tuple[list[str], ChunkIndex | None]:
     """Return what is wrong with all that is small; and the chunk table, if it is right."""
     if checkpoint.doubt is not None:
         raise FileSystemFault(checkpoint.problem)
     manifest = checkpoint.manifest
     if manifest is None:
         return [checkpoint.problem or "manifest is missing"], None
-    names = [entry.name for entry in manifest.files]
-    wanted = set(names) if files is None else set(files)
-    problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(names))]
-    sizes = find.size_problems(
-        checkpoint.path, [entry for entry in manifest.files if entry.name in wanted]
-    )
-    problems += sizes
-    if files is None and checkpoint.problem is not None and not sizes:
+    sizes = find.size_problems(checkpoint.path, manifest.files)
+    problems = list(sizes)
+    if checkpoint.problem is not None and not sizes:
         problems.append(checkpoint.problem)  # e.g. it lies under another step's name
     try:
         chunks = open_chunks(checkpoint.path, manifest)
@@ -116,11 +105,10 @@ def _small(
     return problems, chunks
 
 
-def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt | None) -> Path:
+def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt) -> Path:
     """Move a damaged checkpoint away; return where it lies then.
 
-    `reason` is one line, kept in its `SET-ASIDE.txt`. `attempt` is None for a person at the login
-    node.
+    `reason` is one line, kept in its `SET-ASIDE.txt`.
 
     Raises:
         Fenced: a newer attempt has taken the run over.
@@ -128,10 +116,27 @@ def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt | None) -> P
     """
     path = find.step_path(run, step)
     try:
-        with run_lock(run) if attempt is None else publishing(run, attempt):
+        with publishing(run, attempt):
             return set_aside_locked(path, step, reason)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be set aside: {error}") from error
+
+
+def set_newer_aside(
+    run: RunDir, limit: int, reason: str, attempt: Attempt, record: Callable[[LedgerFact], object]
+) -> None:
+    """Move checkpoints with more updates away, so that their steps can be saved anew.
+
+    `record` takes the event of each. Nothing is deleted.
+
+    Raises:
+        HpctrainError: see `set_aside`.
+    """
+    for step in find.steps(run):
+        if step > limit:
+            set_aside(run, step, reason, attempt)
+            name = find.step_path(run, step).name
+            record(CheckpointSetAside(step=step, name=name, reason=reason))
 
 
 class _Task(NamedTuple):

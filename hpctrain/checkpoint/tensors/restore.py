@@ -668,8 +668,5 @@ def _give_up(run: RunDir, attempt: Attempt, damaged: Skipped) -> None:
 
 
 def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
-    """So that their steps can be saved anew; nothing is deleted."""
-    for newer in find.steps(run):
-        if newer > step:
-            name, why = find.step_path(run, newer).name, f"newer than `resume --from {step}`"
-            _give_up(run, attempt, Skipped(newer, name, why))
+    append = functools.partial(ledger.append, run, attempt=attempt.number)
+    verify.set_newer_aside(run, step, f"newer than `resume --from {step}`", attempt, append)

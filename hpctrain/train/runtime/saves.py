@@ -361,15 +361,10 @@ class Saves:
 
     def _prune(self, saved: Saved) -> None:
         """Retention is housekeeping: where it fails, disk space is lost and nothing else."""
-        keep = self._settings
         try:
             retention.prune(
                 self._place.run,
-                keep_last=keep.keep_last,
-                keep_every=keep.keep_every,
-                keep_best=keep.keep_best,
-                best_metric=keep.best_metric,
-                best_is=keep.best_is,
+                retention.Rules.of(self._settings),
                 attempt=self._place.attempt,
                 rows_by_step=self._rows_by_step,
                 committed=saved.step,

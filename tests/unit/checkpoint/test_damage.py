@@ -244,7 +244,7 @@ def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, monkeypatch):
     assert created == sorted(created)  # the newest step claims to be the oldest
 
     assert support.chosen(run) == NEW
-    assert retention.prune(run, keep_last=2, attempt=attempt) == [500]
+    assert retention.prune(run, retention.Rules(2), attempt=attempt) == [500]
     assert support.chosen(run) == NEW
 
 
