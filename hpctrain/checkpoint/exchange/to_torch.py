@@ -7,7 +7,6 @@ The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickle  # only its Pickler: nothing is read with it
 import struct
@@ -24,7 +23,7 @@ from hpctrain.checkpoint.exchange.untrusted import LAYOUT, LAYOUT_KEY, leaves_of
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
@@ -34,8 +33,6 @@ ROOT = "archive"
 ALIGN = 64
 """Bytes of a tensor start at a multiple of this, as in torch's own files."""
 LOCAL_HEADER, ZIP64_EXTRA, PADDING_ID = 30, 20, 0x4246
-OWNER_AND_KEY = 2
-"""Keys that lead to a tensor of an optimizer's; longer paths are within objects."""
 OVERHEAD = 512
 """Bytes that the archive takes for each tensor besides its own, at most."""
 TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
@@ -93,7 +90,7 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
     others: dict[str, _Slot] = {}
     objects = contents.parts_of_objects(tensor.name for tensor in tensors)
     weights = {tensor.name.removeprefix(contents.MODEL) for tensor in tensors}
-    optimizer: dict[str, dict[str, Any]] = {}
+    optimizer: dict[str, dict[str, _Slot]] = {}
     for slot in slots:
         name = slot.tensor.name
         owner, key = _owner(name, weights)
@@ -103,11 +100,6 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
             optimizer.setdefault(owner, {})[key] = slot
         else:
             others[name] = slot
-    for name, slot in others.items():  # a second time, as Python has them
-        owner, key = _owner(name, weights)
-        word, _, kind = key.rpartition(":")
-        if owner and (kind in contents.NUMBERS or kind == contents.OBJECT) and "." not in word:
-            optimizer.setdefault(owner, {})[word] = _as_python(slot.tensor, kind, others)
     return {
         LAYOUT_KEY: LAYOUT,
         "model": model,
@@ -130,41 +122,11 @@ def _owner(name: str, weights: AbstractSet[str]) -> tuple[str, str]:
     return (stem, key) if stem else (first[0], first[2])
 
 
-def _as_python(tensor: Tensor, kind: str, others: Mapping[str, _Slot]) -> Any:
-    """A number or an object of an optimizer's state."""
-    if kind == contents.OBJECT:
-        return _plain(json.loads(tensor.read().tobytes()), others)
-    return tensor.read().view(contents.NUMPY[tensor.dtype])[0].item()
-
-
-def _plain(form: Any, others: Mapping[str, _Slot]) -> Any:
-    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible."""
-    if isinstance(form, list):
-        return [_plain(each, others) for each in form]
-    if not isinstance(form, dict):
-        return form
-    value: Any = {key: _plain(inner, others) for key, inner in form.items()}
-    match form:
-        case {"__tensor__": name}:
-            value = others[name]
-        case {"__tuple__": items}:
-            value = tuple(_plain(each, others) for each in items)
-        case {"__items__": items} | {"__hpctrain__": "dict", "items": items} if all(
-            isinstance(key, str | int | float | None) for key, _ in items
-        ):
-            value = {key: _plain(inner, others) for key, inner in items}
-        case {"__hpctrain__": "int", "hex": digits}:
-            value = int(digits, 16)
-        case {"__hpctrain__": "float", "bits": digits}:
-            (value,) = struct.unpack(">d", bytes.fromhex(digits))
-    return value
-
-
 def _names(tree: dict[str, Any], *, whole: bool) -> dict[str, Tensor | None]:
     tensors: dict[str, Tensor | None] = {}
     for leaf in leaves_of(tree, "the export"):
         top, *rest = leaf.path
-        if leaf.tensor is None or (top == "optimizer" and len(rest) > OWNER_AND_KEY):
+        if leaf.tensor is None:
             continue
         prefix = {"model": contents.MODEL if whole else "", "optimizer": contents.OPTIM}.get(
             str(top), ""

@@ -29,7 +29,7 @@ from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -95,6 +95,24 @@ class PieceSources(Protocol):
 
     def __getitem__(self, index: int, /) -> memoryview:
         """All bytes of one piece."""
+
+
+class OneAtATime:
+    """Pieces' bytes, each made when it is asked for and forgotten with the next.
+
+    Several threads may ask where several write a shard; each piece may then be made more than once.
+    """
+
+    def __init__(self, make: Callable[[int], memoryview]) -> None:
+        """Take what makes the bytes of a piece, given its index."""
+        self._make = make
+        self._last: tuple[int, memoryview] | None = None
+
+    def __getitem__(self, index: int, /) -> memoryview:
+        last = self._last
+        if last is None or last[0] != index:
+            self._last = last = (index, self._make(index))
+        return last[1]
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,11 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
     pieces = [part.piece for part in parts]
     options = _write_options(place.settings, manifest)
 
+    # What lies on a device is copied part by part.
+    sources = shard.OneAtATime(lambda index: bytes_of(parts[index].view.cpu()))
+
     def write(path: Path) -> ShardReport:
-        return shard.write(path, pieces, _Sources(parts), step=manifest.step, **options)
+        return shard.write(path, pieces, sources, step=manifest.step, **options)
 
     return commit_together(place, world, manifest, pieces=pieces, write=write, started=started)
 
@@ -210,26 +213,6 @@ def _state_digest(parts: Sequence[RankPart]) -> str:
     for part in parts:
         hasher.update(part.state.to_bytes(8))
     return hasher.hexdigest()
-
-
-class _Sources:
-    """The bytes of each part, made when asked for: what lies on a device is copied then."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self._last: tuple[int, torch.Tensor] | None = None
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: int) -> memoryview:
-        view = self._parts[index].view
-        if view.device.type == "cpu":
-            return bytes_of(view)
-        last = self._last  # once: several threads ask where a shard is written by several
-        if last is None or last[0] != index:
-            self._last = last = (index, view.cpu())
-        return bytes_of(last[1])
 
 
 GRACE_S = 120.0

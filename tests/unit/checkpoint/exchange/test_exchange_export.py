@@ -181,23 +181,6 @@ def with_objects():
     return tensors
 
 
-def test_objects_of_an_optimizers_state_are_python_objects(run, call, tmp_path):
-    save(run, 5, with_objects())
-
-    assert (
-        call("export", run.name, 5, tmp_path / "all.pt", "--to", "torch", "--what", "all")[0] == 0
-    )
-
-    state = torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"]["layer.weight"]
-    assert state.keys() == {"exp_avg", "step", "rate", "is_warm", "history"}
-    assert (state["step"], state["rate"], state["is_warm"]) == (41, 0.1, True)
-    first, second, third, last = state["history"]["seen"]
-    assert (first, second, third.tolist(), last) == (1, 2.5, [0.0, 1.0, 2.0], (True, None))
-    assert state["history"][7] == 2**70
-    assert state["history"]["seen.2"].tolist() == [1.0]
-    assert state["history"]["odd"] == {"__hpctrain__": "Counter", "items": [["a", 1], ["b", 1]]}
-
-
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
 def test_objects_come_back_by_an_import_as_they_were(run, call, tmp_path, kind):
     path = tmp_path / ("all.pt" if kind == "torch" else "all")
