@@ -230,9 +230,8 @@ def _boxes(
     boxes = list(by_begin.values())
     low = np.array([begin for begin, _, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     high = low + np.array([extent for _, extent, _ in boxes], np.int64).reshape(low.shape)
-    if sum(math.prod(extent) for _, extent, _ in boxes) != math.prod(shape) or boxes_meet(
-        low, high
-    ):
+    together = sum(math.prod(extent) for _, extent, _ in boxes)
+    if together != math.prod(shape) or boxes_meet(low, high):
         raise CheckpointError(f"{directory.path}: the parts of {name} do not make up {shape}")
     return boxes
 

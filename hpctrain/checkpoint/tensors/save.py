@@ -260,7 +260,7 @@ class Saver:
         self._after = after
         self._arena = Arena()
         self._locked = PageLocked()
-        self._writer = ShardWriter(at_once=False)
+        self._writer = ShardWriter()
         self._copies = HostCopies()
         self._copies_at_once = not place.settings.overlap_copy
         self._flight: _Flight | None = None

@@ -81,15 +81,8 @@ class ShardWriter:
     In a process that was forked from the rank it does nothing: it is the rank's.
     """
 
-    def __init__(self, *, at_once: bool = True) -> None:
-        """Start the process; it is ready about 0.2 s later, and `begin` does not wait for that.
-
-        Without `at_once`, `ready` starts it.
-
-        Raises:
-            CheckpointError: it cannot be started.
-            RuntimeError: this is not the main thread; the process would die with its thread.
-        """
+    def __init__(self) -> None:
+        """Start nothing yet: `ready` does, or the first `begin`."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
@@ -97,8 +90,7 @@ class ShardWriter:
         self._abandoned = False
         self._closed = False
         self._left: list[subprocess.Popen[bytes]] = []
-        _require_main_thread()
-        self._process: _Process | None = _Process() if at_once else None
+        self._process: _Process | None = None
 
     @property
     def pid(self) -> int | None:
@@ -108,6 +100,8 @@ class ShardWriter:
 
     def ready(self) -> None:
         """Have a process there; on the main thread, before another thread calls `begin`.
+
+        It takes requests about 0.2 s later, for which `begin` does not wait.
 
         Raises:
             CheckpointError: it cannot be started.
@@ -142,17 +136,6 @@ class ShardWriter:
                     f"{request.path} cannot be handed to the process that writes it: {error}"
                 ) from error
             self._pending = request
-
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread waits just now
-        try:
-            if self._pending is None or self._process is None:
-                return True
-            return self._process.readable(0) or self._process.dead()
-        finally:
-            self._lock.release()
 
     def wait(self, timeout_s: float) -> ShardReport:
         """Wait for the shard that was begun; other threads of the rank run meanwhile.

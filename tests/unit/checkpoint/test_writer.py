@@ -56,9 +56,16 @@ def request(path, pieces, nbytes):
 """How a rank of its own begins, in a test."""
 
 
+def started():
+    """A writer whose process is on its way."""
+    made = ShardWriter()
+    made.ready()
+    return made
+
+
 @pytest.fixture
 def one():
-    with ShardWriter() as made:
+    with started() as made:
         yield made
 
 
@@ -181,10 +188,8 @@ def test_begin_returns_at_once_even_if_the_process_does_not_move(one, arena, tmp
     ]
     one.begin(request(tmp_path / "shard", many, [0] * len(many)), arena)
     assert Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T ")
-    assert not one.done()
     os.kill(pid, signal.SIGCONT)
-    until(one.done)
-    assert one.wait(0).size == (tmp_path / "shard").stat().st_size
+    assert one.wait(PATIENCE).size == (tmp_path / "shard").stat().st_size
 
 
 def test_a_second_request_is_refused_while_one_is_in_flight(one, arena, tmp_path):
@@ -206,7 +211,6 @@ def test_other_threads_run_while_one_waits(one, arena, tmp_path):
     waiter = threading.Thread(target=lambda: reports.append(one.wait(PATIENCE)))
     reports = []
     waiter.start()
-    assert not one.done()
     os.kill(one.pid, signal.SIGCONT)
     waiter.join(PATIENCE)
     assert [report.name for report in reports] == ["shard"]
@@ -451,7 +455,7 @@ def test_a_writer_is_not_started_by_a_thread_that_may_end_before_it():
     refused = []
 
     def start():
-        with contextlib.suppress(RuntimeError), ShardWriter():
+        with contextlib.suppress(RuntimeError), started():
             return
         refused.append(True)
 
@@ -466,7 +470,7 @@ def test_a_process_that_cannot_be_started_is_one_line_that_says_what_to_do(monke
     with pytest.raises(
         CheckpointError, match=r'No such file.* set checkpoint\.mode = "sync"'
     ) as it:
-        ShardWriter()
+        started()
     assert "\n" not in str(it.value)
 
 
@@ -506,7 +510,7 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
 ):
     with monkeypatch.context() as forging:
         forging.setattr(writer, "BOOT", FORGER.format(answer=answer))
-        broken = ShardWriter()
+        broken = started()
     with broken:
         pid = broken.pid
         broken.begin(small(tmp_path / "shard", arena), arena)
@@ -521,7 +525,7 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
 def test_a_process_that_hangs_up_but_lives_is_killed(arena, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PATIENCE_S", 0.05)
     monkeypatch.setattr(writer, "BOOT", FORGER.format(answer=b"") + "import time; time.sleep(600)")
-    with ShardWriter() as deaf:
+    with started() as deaf:
         pid = deaf.pid
         deaf.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="has stopped answering"):
@@ -562,7 +566,7 @@ def test_the_process_is_gone_when_its_rank_is_killed(tmp_path):
 
 
 def test_slurms_signals_do_not_end_the_process_not_even_as_it_starts(arena, tmp_path):
-    with ShardWriter() as one:
+    with started() as one:
         pid = one.pid
         for signum in OF_STEPS:
             os.kill(pid, signum)
@@ -593,12 +597,12 @@ def test_the_process_has_no_descriptor_of_the_ranks(arena, tmp_path):
 
 def test_the_process_steps_back_before_it_has_begun():
     """An interpreter's start is 0.1 s of CPU, beside training."""
-    with ShardWriter() as one:
+    with started() as one:
         assert os.getpriority(os.PRIO_PROCESS, one.pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_without_being_told_to_there_is_no_process_until_it_is_needed(arena, tmp_path):
-    with ShardWriter(at_once=False) as one:
+    with ShardWriter() as one:
         assert one.pid is None
         one.ready()
         assert ready(one, arena, tmp_path / "shard") == one.pid
