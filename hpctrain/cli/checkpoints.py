@@ -45,7 +45,6 @@ from hpctrain.ledger.run.ownership import own_spec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.core.settings.spec import Spec
     from hpctrain.launch.evaluations import Advanced
     from hpctrain.ledger.run.layout import RunDir
@@ -156,8 +155,8 @@ def verify_command(
             find.require_known(directory, [step])
             wanted = [find.glance(directory, step)]
     threads = threads or min(READERS, os.cpu_count() or 1)
-    verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
-    of_sealed = _sealed_verdicts(sealed, deep=deep, threads=threads, echo=not as_json)
+    verdicts = _verdicts(wanted, deep=deep, threads=threads)
+    of_sealed = sealed_verdicts(sealed, deep=deep, threads=threads)
     damaged = sum(bool(verdict["problems"]) for verdict in verdicts + of_sealed)
     unreadable = sum(bool(verdict["unreadable"]) for verdict in verdicts + of_sealed)
     if deep:
@@ -169,6 +168,7 @@ def verify_command(
     elif not wanted and not sealed:
         click.echo(f"{directory.name} has no checkpoints")
     else:
+        _echo_verdicts(verdicts + of_sealed)
         done = "every byte was read" if deep else "sizes and tables only, --deep reads every byte"
         refused = f", {unreadable} could not be read" if unreadable else ""
         click.echo(f"{len(wanted) + len(sealed)} verified ({done}), {damaged} damaged{refused}")
@@ -176,9 +176,7 @@ def verify_command(
         ctx.exit(EXIT_DAMAGED)
 
 
-def _verdicts(
-    wanted: list[FoundCheckpoint], *, deep: bool, threads: int, echo: bool
-) -> list[dict[str, Any]]:
+def _verdicts(wanted: list[FoundCheckpoint], *, deep: bool, threads: int) -> list[dict[str, Any]]:
     """Check the checkpoints; all problems of each."""
     from hpctrain.checkpoint.store import verify
 
@@ -192,26 +190,14 @@ def _verdicts(
             )
             verdict: dict[str, Any] = {"step": checkpoint.step, "name": checkpoint.name}
             verdicts.append(verdict | {"problems": problems, "unreadable": refused})
-    if echo:
-        for each in verdicts:
-            for problem in each["problems"] + each["unreadable"] or ["ok"]:
-                click.echo(f"{each['name']}: {problem}")
     return verdicts
 
 
-def _sealed_verdicts(
-    wanted: list[StoredSeal], *, deep: bool, threads: int, echo: bool
-) -> list[dict[str, Any]]:
-    """Check the program's own; all problems of each."""
-    total = sum(s.seal.size for s in wanted if s.seal is not None) if deep else 0
-    with progress("reading", total) as on_bytes:
-        checked = sealed_verdicts(wanted, deep=deep, threads=threads, on_bytes=on_bytes)
-    if echo:
-        for each in checked:
-            ok = [f"{each['state']}, {each['path']}"]
-            for problem in each["problems"] + each["unreadable"] or ok:
-                click.echo(f"{each['name']}: {problem}")
-    return checked
+def _echo_verdicts(verdicts: list[dict[str, Any]]) -> None:
+    for each in verdicts:
+        ok = f"{each['state']}, {each['path']}" if "state" in each else "ok"
+        for problem in each["problems"] + each["unreadable"] or [ok]:
+            click.echo(f"{each['name']}: {problem}")
 
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.store.retention import WAIT, KeepDecision, Rules, Why, in_use, pinned
 from hpctrain.cli.options import complete_run, json_option
+from hpctrain.cli.progress import progress
 from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.text import size
 from hpctrain.core.settings.spec import Spec, load_spec
@@ -23,7 +24,7 @@ from hpctrain.ledger.run.find_run import find_run
 from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.sealed.resume import Looked
@@ -387,26 +388,24 @@ def _sealed_state(row: dict[str, Any]) -> str:
 
 
 def sealed_verdicts(
-    wanted: Sequence[StoredSeal],
-    *,
-    deep: bool,
-    threads: int,
-    on_bytes: Callable[[int], object],
+    wanted: Sequence[StoredSeal], *, deep: bool, threads: int
 ) -> list[dict[str, Any]]:
     """Check them; all problems of each. What its program has removed is no damage."""
     from hpctrain.checkpoint.sealed import resume
 
-    checked = []
-    for stored in wanted:
-        looked = resume.look(stored, deep=deep, threads=threads, on_bytes=on_bytes)
-        checked.append(
-            _sealed_row(looked)
-            | {
-                "problems": list(looked.problems) if looked.is_damaged else [],
-                "unreadable": list(looked.problems) if looked.state == "unreadable" else [],
-            }
-        )
-    return checked
+    total = sum(s.seal.size for s in wanted if s.seal is not None) if deep else 0
+    with progress("reading", total) as on_bytes:
+        looked = [
+            resume.look(stored, deep=deep, threads=threads, on_bytes=on_bytes) for stored in wanted
+        ]
+    return [
+        _sealed_row(one)
+        | {
+            "problems": list(one.problems) if one.is_damaged else [],
+            "unreadable": list(one.problems) if one.state == "unreadable" else [],
+        }
+        for one in looked
+    ]
 
 
 @click.command(

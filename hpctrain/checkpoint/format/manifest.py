@@ -349,7 +349,7 @@ def dump(manifest: Manifest, path: Path) -> None:
     manifest.self_digest = bytes_digest(body)
     points.reach("manifest.write", path=path, step=manifest.step)
     with path.open("xb") as file:
-        file.write(body + _seal(manifest.self_digest))
+        file.write(body + sealed_by(manifest.self_digest))
         file.flush()
         points.reach("manifest.flush", path=path, fd=file.fileno(), step=manifest.step)
         os.fsync(file.fileno())
@@ -408,9 +408,9 @@ def parse(content: bytes) -> Manifest:
     version = raw.get("format")
     if not isinstance(version, int) or version < OLDEST - 1:
         raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
-    end = len(content) - len(_seal(bytes_digest(b"")))
-    is_proved = content[end:] == _seal(bytes_digest(content[:end]))
-    is_sealed = content[end:] == _seal(str(raw.get("self_digest")))
+    end = len(content) - len(sealed_by(bytes_digest(b"")))
+    is_proved = content[end:] == sealed_by(bytes_digest(content[:end]))
+    is_sealed = content[end:] == sealed_by(str(raw.get("self_digest")))
     # One flipped bit makes a 2 of a 3: a seal that does not hold comes before the number.
     if not OLDEST <= version <= FORMAT and (is_proved or not is_sealed):
         raise OtherFormat(f"manifest has format {version}, {_who_reads(version)}")
@@ -552,7 +552,8 @@ def _packed(manifest: Manifest) -> dict[str, Any]:
     return raw | ({"own": own} if own else {})
 
 
-def _seal(digest: str) -> bytes:
+def sealed_by(digest: str) -> bytes:
+    """The end of a JSON file that proves itself: the digest of all bytes before this entry."""
     return f',\n "self_digest": {json.dumps(digest)}\n}}\n'.encode("ascii")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed.files import FILES_NAME, SEAL_NAME, Seal
-from hpctrain.checkpoint.store.commit import describe, remove_tree
+from hpctrain.checkpoint.store.commit import describe, errors_named, remove_tree
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import ROOT, flush_directory, proves_absence
 from hpctrain.errors import (
@@ -336,15 +336,13 @@ def remove_files(stored: StoredSeal) -> None:
         return
     path = Path(stored.seal.path)
     root = unit.root_of(path, is_folder=stored.seal.is_folder)
-    try:
+    with errors_named(f"{path} cannot be removed"):
         for file in stored.seal.files:
             (root / file.name).unlink(missing_ok=True)
         if stored.seal.is_folder and path.is_dir() and not path.is_symlink():
             for folder, _, _ in os.walk(path, topdown=False):
                 with contextlib.suppress(OSError):  # something else is in it
                     Path(folder).rmdir()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be removed: {error}") from error
 
 
 def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
@@ -354,12 +352,9 @@ def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
         CheckpointError: it cannot be renamed.
         Fenced: a newer attempt has taken the run over.
     """
-    try:
-        with publishing(run, attempt):
-            stored.folder.rename(stored.folder.with_name(stored.name + FORGOTTEN))
-            flush_directory(run.sealed)
-    except OSError as error:
-        raise CheckpointError(f"{stored.name} cannot be renamed: {error}") from error
+    with errors_named(f"{stored.name} cannot be renamed"), publishing(run, attempt):
+        stored.folder.rename(stored.folder.with_name(stored.name + FORGOTTEN))
+        flush_directory(run.sealed)
 
 
 def _superfluous(seals: Sequence[StoredSeal], keep: int) -> list[StoredSeal]:

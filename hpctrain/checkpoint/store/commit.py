@@ -54,7 +54,7 @@ def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
         Fenced: a newer attempt has taken the run over.
     """
     staged = run.checkpoints / manifests.aside_name(step, manifests.STAGED, attempt.number)
-    with _errors_named(f"step {step} of {run.name} cannot be staged"):
+    with errors_named(f"step {step} of {run.name} cannot be staged", NotWritten):
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         flush_directory(run.root)  # else a run's first checkpoints go with the folder's own name
         with publishing(run, attempt):
@@ -81,7 +81,7 @@ def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> 
     content = whole.dump()
     manifest.files = [*files, table.entry_of(content)]
     path = staged / manifests.TABLE_NAME
-    with _errors_named(f"step {manifest.step} cannot be committed"):
+    with errors_named(f"step {manifest.step} cannot be committed", NotWritten):
         points.reach("table.write", path=path, step=manifest.step, bytes=len(content))
         with path.open("xb") as file:
             file.write(content)
@@ -111,7 +111,7 @@ def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> 
         manifest, attempt=attempt.number, attempt_token=attempt.token, self_digest=""
     )
     target = find.step_path(run, step)
-    with _errors_named(f"step {step} of {run.name} cannot be published"):
+    with errors_named(f"step {step} of {run.name} cannot be published", NotWritten):
         _require_complete(staged, manifest)
         manifests.dump(stamped, staged / manifests.MANIFEST_NAME)
         flush_directory(staged)
@@ -224,11 +224,12 @@ def _committed(step: int, target: Path) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def errors_named(what: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """Raise an error of the file system as one of a checkpoint's, in words: ``<what>: <error>``."""
     try:
         yield
     except OSError as error:
-        raise NotWritten(f"{what}: {error}") from error
+        raise kind(f"{what}: {error}") from error
 
 
 def forecast(path: Path, need_bytes: int, need_files: int = 1) -> str | None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import one_line, remove_tree, rename_away
+from hpctrain.checkpoint.store.commit import errors_named, one_line, remove_tree, rename_away
 from hpctrain.core.base.files import flush_directory, read_plain, replace_text
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ChecksFailed, RunAlive
@@ -60,20 +60,17 @@ def pin(run: RunDir, step: int, reason: str = "") -> bool:
     """
     path = find.step_path(run, step)
     text = one_line(reason)
-    try:
-        with run_lock(run):
-            find.require_known(run, [step])
-            problem = find.look(run, step).problem
-            if problem is not None:
-                raise CheckpointError(
-                    f"step {step} of {run.name} is torn and was not pinned: {problem}"
-                )
-            if carries(path) and reason_of(path) == text:
-                return False
-            # A full disk leaves no empty pin.
-            replace_text(path / PINNED_NAME, text + "\n", durable=True)
-    except OSError as error:
-        raise CheckpointError(f"step {step} of {run.name} cannot be pinned: {error}") from error
+    with errors_named(f"step {step} of {run.name} cannot be pinned"), run_lock(run):
+        find.require_known(run, [step])
+        problem = find.look(run, step).problem
+        if problem is not None:
+            raise CheckpointError(
+                f"step {step} of {run.name} is torn and was not pinned: {problem}"
+            )
+        if carries(path) and reason_of(path) == text:
+            return False
+        # A full disk leaves no empty pin.
+        replace_text(path / PINNED_NAME, text + "\n", durable=True)
     return True
 
 
@@ -84,12 +81,9 @@ def unpin(run: RunDir, step: int) -> bool:
         NotFound: there is no checkpoint of that step.
         CheckpointError: the disk refused.
     """
-    try:
-        with run_lock(run):
-            find.require_known(run, [step])
-            return _take_away(find.step_path(run, step))
-    except OSError as error:
-        raise CheckpointError(f"step {step} of {run.name} cannot be unpinned: {error}") from error
+    with errors_named(f"step {step} of {run.name} cannot be unpinned"), run_lock(run):
+        find.require_known(run, [step])
+        return _take_away(find.step_path(run, step))
 
 
 def pinned(run: RunDir) -> dict[int, str]:
@@ -328,7 +322,7 @@ def prune(
     """
     rows_by_step = {} if rows_by_step is None else rows_by_step
     enough = None if rules.keep_best else rules.keep_last
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be pruned"):
         _looked_at(run, enough, rows_by_step, committed)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
             used = set() if attempt is not None else _used_steps(run, idle)
@@ -339,8 +333,6 @@ def prune(
             renamed = dict(zip(going, _renamed(run, going), strict=True))
             going = _given_back(run, renamed)
         _remove(renamed[step] for step in going)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be pruned: {error}") from error
     for step in going:
         rows_by_step.pop(step, None)
     return going
@@ -358,12 +350,10 @@ def plan(
     Raises:
         CheckpointError: the disk refused.
     """
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be read"):
         rows = _with_metrics(_looked_at(run, None, {}), evaluations)
         kept = why_kept(rows, rules, _used_steps(run, idle), evaluations.awaited)
         return [KeepDecision(row, kept[row.step], size_of(run, row.step)) for row in rows]
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be read: {error}") from error
 
 
 def remove(
@@ -386,7 +376,7 @@ def remove(
         CheckpointError: the disk refused.
     """
     going = sorted(set(steps))
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be deleted"):
         with run_lock(run):
             refuse(run, going, force=force, idle=idle, evaluations=evaluations)
             # Before the rename: dying in between must not leave a pin on what no sweep may take.
@@ -394,8 +384,6 @@ def remove(
                 _take_away(find.step_path(run, step))
             renamed = _renamed(run, going)
         _remove(renamed)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be deleted: {error}") from error
     return going
 
 
@@ -465,11 +453,8 @@ def bar(run: RunDir, attempt: Attempt) -> list[str]:
         Fenced: a newer attempt has taken the run over; nothing was taken away.
         CheckpointError: the disk refused.
     """
-    try:
-        with publishing(run, attempt):
-            return _barred(run, attempt)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
+    with errors_named(f"checkpoints of {run.name} cannot be swept"), publishing(run, attempt):
+        return _barred(run, attempt)
 
 
 def sweep(run: RunDir, attempt: Attempt) -> list[str]:
@@ -481,14 +466,12 @@ def sweep(run: RunDir, attempt: Attempt) -> list[str]:
         Fenced: a newer attempt has taken the run over; nothing was removed.
         CheckpointError: the disk refused.
     """
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be swept"):
         with publishing(run, attempt):
             half_deleted = [path.name for path in _half_deleted(run)]
             barred = _barred(run, attempt)
             going = _half_deleted(run)
         _remove(going)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
     return half_deleted + barred
 
 

@@ -24,7 +24,7 @@ from hpctrain.checkpoint.format.reader import (
 )
 from hpctrain.checkpoint.format.shard import proof, proof_bytes, proof_digest
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import set_aside_locked
+from hpctrain.checkpoint.store.commit import errors_named, set_aside_locked
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from hpctrain.ledger.run.event_types import CheckpointSetAside
 from hpctrain.ledger.run.fence import publishing
@@ -115,11 +115,8 @@ def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt) -> Path:
         CheckpointError: it is gone, or cannot be renamed.
     """
     path = find.step_path(run, step)
-    try:
-        with publishing(run, attempt):
-            return set_aside_locked(path, step, reason)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be set aside: {error}") from error
+    with errors_named(f"{path} cannot be set aside"), publishing(run, attempt):
+        return set_aside_locked(path, step, reason)
 
 
 def set_newer_aside(
@@ -266,10 +263,8 @@ class _Scrub:
 
     def _whole(self, number: int) -> int:
         entry = self.manifest.files[number]
-        try:
+        with errors_named(f"shard {entry.name} cannot be read", FileSystemFault):
             digest = file_digest(self.path / entry.name)
-        except OSError as error:
-            raise FileSystemFault(f"shard {entry.name} cannot be read: {error}") from error
         if digest != entry.digest:
             raise TornCheckpoint(
                 f"{entry.name}: digest {digest}, manifest says {entry.digest} (damaged bytes)"

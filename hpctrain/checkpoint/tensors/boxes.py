@@ -115,8 +115,8 @@ class Part:
 
     @functools.cached_property
     def view(self) -> torch.Tensor:
-        """Its elements, contiguous in memory; see `cut`."""
-        return cut(self.box, self.piece)
+        """Its elements, contiguous; a copy only where the box is not."""
+        return view_of(self.box, self.piece).contiguous()
 
 
 def held(state: State, world: World) -> list[Held]:
@@ -196,11 +196,6 @@ def view_of(box: Held, piece: ShardPiece) -> torch.Tensor:
         if extent != box.piece.extent[dimension]:
             local = local.narrow(dimension, begin - box.piece.begin[dimension], extent)
     return local
-
-
-def cut(box: Held, piece: ShardPiece) -> torch.Tensor:
-    """The same; contiguous, and a copy only where the box is not."""
-    return view_of(box, piece).contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

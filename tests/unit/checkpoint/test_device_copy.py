@@ -291,7 +291,7 @@ def test_no_memory_for_a_contiguous_copy_fails_the_save_where_all_ranks_hear_of_
     """Raised on one rank alone it would leave the others waiting for that one's report."""
     place, training = sharded.place(CPU, tmp_path / "run"), Training(torch.clone)
     save(place, CPU, State(training.tensors), sharded.manifest(CPU, 1))
-    monkeypatch.setattr(boxes, "cut", refuse)
+    monkeypatch.setattr(boxes, "view_of", refuse)
 
     saver = Saver(place, CPU)
     if mode == "async":
@@ -324,7 +324,7 @@ def test_no_memory_for_a_contiguous_copy_costs_the_copy_in_the_nodes_memory_alon
     )
     copies = RankCopies(CPU, line)
     copies._taking = SimpleNamespace(is_alive=lambda: False)
-    monkeypatch.setattr(boxes, "cut", refuse)
+    monkeypatch.setattr(boxes, "view_of", refuse)
     copies.copy(State(Training(torch.clone).tensors), sharded.manifest(CPU, 2))
 
     assert left_out == [(2, 0)]
