@@ -79,14 +79,12 @@ class State:
             tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
             A number beyond the last is that of a copy which is read, and never written.
         elsewhere: Names of the program's that other ranks hold and this one does not.
-        steady: Names of shared ones that change in the optimizer's step alone.
     """
 
     shared: dict[str, torch.Tensor | Flat] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
-    steady: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
