@@ -185,10 +185,10 @@ def read(source: Path, kind: str | None = None) -> Contents:
     return readers[kind](source)
 
 
-def risk(source: Path, kind: str | None = None, *, version: str | None = None) -> str:
+def risk(source: Path, kind: str | None = None) -> str:
     """Return what reading a source risks with the installed torch; "" if nothing is known.
 
-    Without `version`, look it up without importing torch. `kind` is as in `read`.
+    Torch is not imported for it. `kind` is as in `read`.
 
     Raises:
         CheckpointError: see `detect`.
@@ -196,7 +196,7 @@ def risk(source: Path, kind: str | None = None, *, version: str | None = None) -
     if not source.exists() or (kind or detect(source)) in {"hpctrain", "safetensors"}:
         return ""
     try:
-        version = metadata.version("torch") if version is None else version
+        version = metadata.version("torch")
     except metadata.PackageNotFoundError:  # the reading says so
         return ""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])

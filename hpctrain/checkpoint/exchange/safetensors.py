@@ -440,15 +440,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def require_weights(folder: Path) -> None:
-    """Look whether the weights' files are there, without opening them.
-
-    Raises:
-        CheckpointError: they are not, or an index names other ones.
-    """
-    files(folder)
-
-
 def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:
     """Return the files beside an export's weights by name, from the weights' original folder.
 

@@ -24,7 +24,6 @@ from hpctrain.checkpoint.tensors.boxes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from hpctrain.checkpoint.exchange.export import OnBytes
@@ -89,14 +88,14 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
     model: dict[str, _Slot] = {}
     others: dict[str, _Slot] = {}
     objects = contents.parts_of_objects(tensor.name for tensor in tensors)
-    weights = {tensor.name.removeprefix(contents.MODEL) for tensor in tensors}
     optimizer: dict[str, dict[str, _Slot]] = {}
     for slot in slots:
         name = slot.tensor.name
-        owner, key = _owner(name, weights)
+        owner, _, key = name.removeprefix(contents.OPTIM).rpartition(".")
+        is_number = key.rpartition(":")[2] in contents.NUMBERS
         if name.startswith(contents.MODEL) and name not in objects:
             model[name.removeprefix(contents.MODEL)] = slot
-        elif name not in objects and key.rpartition(":")[2] not in contents.NUMBERS and owner:
+        elif name.startswith(contents.OPTIM) and name not in objects and owner and not is_number:
             optimizer.setdefault(owner, {})[key] = slot
         else:
             others[name] = slot
@@ -108,18 +107,6 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
         "step": step,
         "state": state,
     }
-
-
-def _owner(name: str, weights: AbstractSet[str]) -> tuple[str, str]:
-    """Whose state of an optimizer's it is, and under which key; ("", "") where it is none's."""
-    if not name.startswith(contents.OPTIM):
-        return "", ""
-    stem, key = name.removeprefix(contents.OPTIM), ""
-    first = stem.rpartition(".")
-    while stem not in weights and stem:
-        stem, _, last = stem.rpartition(".")
-        key = f"{last}.{key}" if key else last
-    return (stem, key) if stem else (first[0], first[2])
 
 
 def _names(tree: dict[str, Any], *, whole: bool) -> dict[str, Tensor | None]:

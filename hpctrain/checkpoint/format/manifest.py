@@ -39,7 +39,7 @@ import xxhash
 
 from hpctrain.checkpoint.format import packing
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import open_plain, proves_absence, read_plain
+from hpctrain.core.base.files import proves_absence, read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 
@@ -81,7 +81,6 @@ BLOCKS_PREFIX = "xxh3_64-blocks:"
 BLOCK_BYTES = 256 << 10
 """Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
 is still in the cache when it is written or used after its digest was taken."""
-READ_BYTES = 1 << 20
 
 
 def step_name(step: int) -> str:
@@ -233,22 +232,6 @@ def shown(value: object) -> str:
 def bytes_digest(content: bytes) -> str:
     """The digest of some bytes, e.g. ``xxh3_64:2d06800538d394c2``."""
     return PREFIX + xxhash.xxh3_64_hexdigest(content)
-
-
-def file_digest(path: Path, *, on_bytes: Callable[[int], object] | None = None) -> str:
-    """Return the digest of a file's bytes, read in parts; memory stays small whatever its size.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    hasher = xxhash.xxh3_64()
-    part = memoryview(bytearray(READ_BYTES))
-    with open_plain(path) as file:
-        while count := file.readinto(part):
-            hasher.update(part[:count])
-            if on_bytes is not None:
-                on_bytes(count)
-    return PREFIX + hasher.hexdigest()
 
 
 def block_digest(block: memoryview | bytes) -> int:

@@ -39,7 +39,6 @@ from hpctrain.checkpoint.format.manifest import (
     LAST_TIME,
     MAX_STEP,
     PREFIX,
-    READ_BYTES,
     bytes_digest,
     count,
     file_of,
@@ -234,6 +233,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 COPY_BYTES = 64 << 20
+READ_BYTES = 1 << 20
 _NO_RANGE = frozenset(
     {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EIO}
 )

@@ -82,7 +82,7 @@ class ShardWriter:
     """
 
     def __init__(self) -> None:
-        """Start nothing yet: `ready` does, or the first `begin`."""
+        """Start nothing yet: see `ready`."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
@@ -118,16 +118,22 @@ class ShardWriter:
         """Have a shard written; returns at once. The arena's bytes must stay until `wait` returns.
 
         Raises:
-            CheckpointError: no process can be started; or the process has died and this is not the
-                main thread, which alone can start another.
+            CheckpointError: there is no process, or it has died; `ready` starts another.
             RuntimeError: a request is in flight, or the writer is closed.
         """
         self._require_free()
         with self._lock:
+            process = self._process
+            if process is None or process.dead():
+                self._end()
+                raise CheckpointError(
+                    f"{request.path} was not written: its writer process has died; "
+                    "the next save gets a new one"
+                )
             self._abandoned = False
             self._number += 1
             try:
-                self._send(request, arena)
+                process.send(self._number, request, arena)
             except BaseException as error:  # it may have been sent: its answer must not come
                 self._end()
                 if not isinstance(error, OSError):
@@ -197,23 +203,6 @@ class ShardWriter:
         if self._closed or os.getpid() != self._owner:
             raise RuntimeError("the writer is closed, or another process's")
 
-    def _send(self, request: WriteRequest, arena: Arena) -> None:
-        if self._process is not None and not self._process.dead():
-            try:
-                self._process.send(self._number, request, arena)
-            except ConnectionError:
-                self._end()  # it died between the look and the request: once more, to a new one
-            else:
-                return
-        self._end()
-        if threading.current_thread() is not threading.main_thread():
-            raise CheckpointError(
-                f"{request.path} was not written: its writer process has died; "
-                "the next save gets a new one"
-            )
-        self._process = _Process()
-        self._process.send(self._number, request, arena)
-
     def _answer(
         self, request: WriteRequest, process: _Process, deadline: float
     ) -> ShardReport | WriteFailure:
@@ -259,17 +248,13 @@ class ShardWriter:
         self._left = [popen for popen in self._left if popen.poll() is None]
 
 
-def _require_main_thread() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        # The kernel kills a process when the thread that started it ends.
-        raise RuntimeError("a writer process is started by the main thread only")
-
-
 class _Process:
     """A writer process and this end of the socket to it."""
 
     def __init__(self) -> None:
-        _require_main_thread()
+        if threading.current_thread() is not threading.main_thread():
+            # The kernel kills a process when the thread that started it ends.
+            raise RuntimeError("a writer process is started by the main thread only")
         self._socket, theirs = socket.socketpair()
         package = str(PACKAGE)
         libraries = [str(Path(module.__path__[0]).parent) for module in (np, xxhash)]

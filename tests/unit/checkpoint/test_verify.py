@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.checkpoint.format import reader
 from hpctrain.checkpoint.format import table as tables
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry, file_digest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry, bytes_digest
 from hpctrain.checkpoint.format.reader import open_chunks
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
@@ -102,9 +102,9 @@ def test_each_kind_of_damage_to_files_is_named(run, attempt):
 
 def test_a_damaged_chunk_table_is_named_once_and_no_shard_is_called_damaged(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    before = file_digest(path / TABLE_NAME)
+    before = bytes_digest((path / TABLE_NAME).read_bytes())
     support.flip_bit(path / TABLE_NAME, 8 * 600)
-    after = file_digest(path / TABLE_NAME)
+    after = bytes_digest((path / TABLE_NAME).read_bytes())
     line = f"{TABLE_NAME}: digest {after}, manifest says {before} (damaged bytes)"
 
     assert verify.verify(find.look(run, 1000)) == [f"{line}; no shard was read"]
@@ -156,17 +156,24 @@ def test_swapped_shards_of_one_size_are_found(tmp_path):
 def test_one_large_file_is_read_by_several_threads(run, attempt, monkeypatch):
     monkeypatch.setattr(reader, "WINDOW_BYTES", 1)
     support.save(run, attempt, 1000)
-    together, came = threading.Barrier(2), set()
+    together, came, read = threading.Barrier(2), {threading.get_ident()}, set()
+    real = reader.ChunkFiles.read
+
+    def noted(self, number, buffers, position):
+        read.add((number, threading.get_ident()))
+        return real(self, number, buffers, position)
 
     def meet(_):
         if threading.get_ident() not in came:
             came.add(threading.get_ident())
             together.wait(timeout=30)
 
+    monkeypatch.setattr(reader.ChunkFiles, "read", noted)
     problems = verify.verify(find.look(run, 1000), threads=2, on_bytes=meet)
 
     assert problems == []
-    assert len(came) == 2
+    assert {thread for number, thread in read if number == 0} == came - {threading.get_ident()}
+    assert len(came) == 3
 
 
 def test_a_disk_that_gives_errors_is_named_and_is_no_damage(run, attempt, monkeypatch):

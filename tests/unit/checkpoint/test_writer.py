@@ -113,6 +113,8 @@ def begun_to_write(path):
 
 def ready(one, arena, path):
     """The process's pid, when it is up and has served a request."""
+    if threading.current_thread() is threading.main_thread():
+        one.ready()
     one.begin(small(path, arena), arena)
     one.wait(PATIENCE)
     return one.pid
@@ -255,7 +257,7 @@ def test_a_full_disk_is_an_error_with_its_errno(one, arena, small_disk):
 
 
 def test_the_process_reaches_its_point_with_rank_and_step_before_it_begins(arena, tmp_path):
-    with armed("fail:writer.request,rank=3,step=7,error=EDQUOT"), ShardWriter() as failing:
+    with armed("fail:writer.request,rank=3,step=7,error=EDQUOT"), started() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="Disk quota exceeded") as caught:
             failing.wait(PATIENCE)
@@ -307,7 +309,7 @@ def test_the_end_of_the_process_is_seen_though_another_one_holds_its_socket(
         return popen(*args, **kwargs)
 
     monkeypatch.setattr(subprocess, "Popen", leaky)
-    with ShardWriter() as leaking:
+    with started() as leaking:
         leaking.begin(endless(tmp_path / "shard", arena), arena)
         os.kill(leaking.pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match="killed by SIGKILL"):
@@ -425,7 +427,7 @@ def test_abandoning_nothing_leaves_the_process_alone(one, arena, tmp_path):
 
 
 def test_closing_kills_and_leaves_no_zombie_and_can_be_repeated(arena, tmp_path):
-    closing = ShardWriter()
+    closing = started()
     closing.begin(endless(tmp_path / "shard", arena), arena)
     until(begun_to_write(tmp_path / "shard"))
     pid = closing.pid
@@ -478,7 +480,7 @@ def test_a_process_that_ends_as_it_starts_is_an_error_with_its_exit_code(
     arena, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(writer, "BOOT", "raise SystemExit(3)")
-    with ShardWriter() as failing:
+    with started() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="ended with exit code 3"):
             failing.wait(PATIENCE)
@@ -541,6 +543,7 @@ def test_a_process_that_hangs_up_but_lives_is_killed(arena, tmp_path, monkeypatc
 ORPHANED = """
 import signal
 one = ShardWriter()
+one.ready()
 one.begin(request({path!r}, 256, 16 << 20), arena)
 print(one.pid, flush=True)
 sys.stdin.readline()
@@ -639,7 +642,7 @@ def test_the_process_writes_from_the_arena_without_a_copy_of_it(one, arena, tmp_
 
 def test_what_the_process_says_goes_to_the_ranks_log(arena, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(writer, "BOOT", "print('these words'); raise SystemExit(1)")
-    with ShardWriter() as failing:
+    with started() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="last words"):
             failing.wait(PATIENCE)
@@ -661,6 +664,7 @@ def test_neither_side_imports_torch_or_what_else_is_slow(module):
 FOREIGN = """
 os.environ["PYTHONPATH"] = {traps!r}
 with ShardWriter() as one:
+    one.ready()
     one.begin(request({path!r}, 1, 4), arena)
     print(one.wait(60).size, one.pid)
 """
