@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
@@ -57,7 +57,7 @@ class Weights:
 def test_a_copy_is_of_the_moment_at_which_it_began_however_soon_weights_change(device, width, note):
     weights, locked = Weights(width, device), PageLocked()
     nbytes = 2 * width * width * 4
-    with Arena(nbytes) as arena:
+    with closing(Arena(nbytes)) as arena:
         locked.lock(arena.view(0, nbytes), device)
         host = torch.frombuffer(arena.view(0, nbytes), dtype=torch.float32)
         targets = list(host.chunk(2))

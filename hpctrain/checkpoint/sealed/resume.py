@@ -63,7 +63,6 @@ class Resume:
     step: int | None = None
     name: str = ""
     put_back: bool = False
-    size_bytes: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
     skipped: tuple[Skipped, ...] = ()
@@ -337,7 +336,6 @@ class Choice:
             "path": path,
             "step": seal.step,
             "name": stored.name,
-            "size_bytes": seal.size,
         }
         verdict = self._verify(path, seal.files, is_folder=seal.is_folder)
         if verdict.is_whole:
@@ -376,7 +374,7 @@ class Choice:
         taken = _seal_proved(self._run, self._attempt, path, self._patience, self._reading)
         if taken is None or taken.seal is None:
             return None
-        return {"path": path, "name": taken.name, "size_bytes": taken.seal.size}
+        return {"path": path, "name": taken.name}
 
     def _verify(self, path: Path, files: Sequence[SealedFile], *, is_folder: bool) -> Verdict:
         return verify(

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.errors import CheckpointError
 
@@ -141,12 +141,6 @@ class Arena:
             fd, self._fd, self._map, self._size = self._fd, None, None, 0
             if fd is not None:
                 os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def room() -> Room:

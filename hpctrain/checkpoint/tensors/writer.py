@@ -20,7 +20,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -190,12 +190,6 @@ class ShardWriter:
         with self._lock:
             self._end()
             self._pending = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _require_free(self) -> None:
         if self._pending is not None:

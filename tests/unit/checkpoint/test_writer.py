@@ -56,11 +56,12 @@ def request(path, pieces, nbytes):
 """How a rank of its own begins, in a test."""
 
 
+@contextlib.contextmanager
 def started():
     """A writer whose process is on its way."""
-    made = ShardWriter()
-    made.ready()
-    return made
+    with contextlib.closing(ShardWriter()) as made:
+        made.ready()
+        yield made
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def one():
 
 @pytest.fixture
 def arena():
-    with Arena(MIB) as made:
+    with contextlib.closing(Arena(MIB)) as made:
         yield made
 
 
@@ -153,7 +154,7 @@ def test_a_shard_and_its_report_are_those_that_the_rank_itself_would_have_made(
 
 
 def test_a_rank_without_bytes_gets_its_shard_too(one, tmp_path):
-    with Arena() as empty:
+    with contextlib.closing(Arena()) as empty:
         piece = ShardPiece("nothing", "F32", (0, 4), (0, 0), (0, 4))
         one.begin(request(tmp_path / "shard", [piece], [0]), empty)
         assert one.wait(PATIENCE).size == (tmp_path / "shard").stat().st_size
@@ -168,7 +169,7 @@ def test_one_process_writes_shard_after_shard(one, arena, tmp_path):
 
 def test_an_arena_that_has_grown_or_is_another_reaches_the_process(one, arena, tmp_path):
     pid = ready(one, arena, tmp_path / "before")
-    with Arena() as other:
+    with contextlib.closing(Arena()) as other:
         for name, which, sizes in [
             ("grown", arena, [9 * MIB]),
             ("other", other, [9 * MIB]),
@@ -427,7 +428,8 @@ def test_abandoning_nothing_leaves_the_process_alone(one, arena, tmp_path):
 
 
 def test_closing_kills_and_leaves_no_zombie_and_can_be_repeated(arena, tmp_path):
-    closing = started()
+    closing = ShardWriter()
+    closing.ready()
     closing.begin(endless(tmp_path / "shard", arena), arena)
     until(begun_to_write(tmp_path / "shard"))
     pid = closing.pid
@@ -472,7 +474,7 @@ def test_a_process_that_cannot_be_started_is_one_line_that_says_what_to_do(monke
     with pytest.raises(
         CheckpointError, match=r'No such file.* set checkpoint\.mode = "sync"'
     ) as it:
-        started()
+        ShardWriter().ready()
     assert "\n" not in str(it.value)
 
 
@@ -512,8 +514,9 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
 ):
     with monkeypatch.context() as forging:
         forging.setattr(writer, "BOOT", FORGER.format(answer=answer))
-        broken = started()
-    with broken:
+        broken = ShardWriter()
+        broken.ready()
+    with contextlib.closing(broken):
         pid = broken.pid
         broken.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match=reason) as caught:
@@ -589,7 +592,7 @@ def test_the_process_has_no_descriptor_of_the_ranks(arena, tmp_path):
     os.set_inheritable(writing, True)  # noqa: FBT003 - the only form it has
     try:
         pipe = Path(f"/proc/self/fd/{writing}").readlink()
-        with ShardWriter() as one:
+        with contextlib.closing(ShardWriter()) as one:
             pid = ready(one, arena, tmp_path / "shard")
             open_there = {entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir()}
     finally:
@@ -605,7 +608,7 @@ def test_the_process_steps_back_before_it_has_begun():
 
 
 def test_without_being_told_to_there_is_no_process_until_it_is_needed(arena, tmp_path):
-    with ShardWriter() as one:
+    with contextlib.closing(ShardWriter()) as one:
         assert one.pid is None
         one.ready()
         assert ready(one, arena, tmp_path / "shard") == one.pid
@@ -623,7 +626,7 @@ def test_the_process_has_the_ranks_environment_and_one_thread(arena, tmp_path, m
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("HPCTRAIN_FAULTS", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with ShardWriter() as one:
+    with contextlib.closing(ShardWriter()) as one:
         pid = ready(one, arena, tmp_path / "shard")
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         threads = status_kib(pid, "Threads")
@@ -663,10 +666,11 @@ def test_neither_side_imports_torch_or_what_else_is_slow(module):
 
 FOREIGN = """
 os.environ["PYTHONPATH"] = {traps!r}
-with ShardWriter() as one:
-    one.ready()
-    one.begin(request({path!r}, 1, 4), arena)
-    print(one.wait(60).size, one.pid)
+one = ShardWriter()
+one.ready()
+one.begin(request({path!r}, 1, 4), arena)
+print(one.wait(60).size, one.pid)
+one.close()
 """
 
 
