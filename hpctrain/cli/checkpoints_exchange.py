@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 GB = 10**9
 STEP = click.IntRange(min=0)
 PLACE = click.Path(path_type=Path)
+DTYPES = click.Choice(["keep", "bf16", "fp16", "fp32"])
 
 
 @click.command(
@@ -70,7 +71,7 @@ Examples:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
+    type=DTYPES,
     default="keep",
     show_default=True,
     help="Round floating weights to this.",
@@ -173,7 +174,7 @@ Examples:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
+    type=DTYPES,
     default="keep",
     show_default=True,
     help="Round the weights' floats to what the run trains in.",

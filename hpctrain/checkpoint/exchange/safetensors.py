@@ -215,19 +215,16 @@ def write(
     need = sum(file.size for file in files) + sum(map(len, others.values()))
     with placing(directory, names, need) as place:
         for file in files:
-            _write(place.temporary(file.name), file, on_bytes)
+            _write(place(file.name), file, on_bytes)
         for name, content in others.items():
-            path = place.temporary(name)
+            path = place(name)
             path.write_bytes(content)
             flush(path)
         verified = 0
         for file in files:
-            got = {
-                tensor.name: tensor for tensor in read_header(place.temporary(file.name)).tensors
-            }
+            got = {tensor.name: tensor for tensor in read_header(place(file.name)).tensors}
             verified += compare(file.tensors, got, on_bytes)
-        paths = place.finish()
-    sizes = [(path, path.stat().st_size) for path in paths]
+    sizes = [(directory / name, (directory / name).stat().st_size) for name in names]
     return Written(sizes, len(tensors), sum(tensor.nbytes for tensor in tensors), verified)
 
 

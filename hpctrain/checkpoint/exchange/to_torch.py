@@ -64,7 +64,7 @@ def write(
     """
     need = sum(tensor.nbytes + OVERHEAD for tensor in tensors)
     with placing(path.parent, [path.name], need) as place:
-        temporary = place.temporary(path.name)
+        temporary = place(path.name)
         _write(temporary, tensors, _tree(tensors, step, state), on_bytes)
         flush(temporary)
         tree = load(temporary)
@@ -75,7 +75,6 @@ def write(
         }
         verified = compare(tensors, got, on_bytes)
         del tree
-        place.finish()
     nbytes = sum(tensor.nbytes for tensor in tensors)
     return Written([(path, path.stat().st_size)], len(tensors), nbytes, verified)
 

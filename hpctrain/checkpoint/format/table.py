@@ -121,11 +121,7 @@ class ChunkTable:
         is int64 of shape [tensors]. Both results, rows and indices into `tensors`, are int64 of
         shape [chunks of these].
         """
-        order, keys = self._by_tensor
-        low, high = np.searchsorted(keys, [tensors, tensors + 1])
-        owner = np.repeat(np.arange(len(tensors)), high - low)
-        place = np.arange(len(owner)) - starts(high - low)[:-1][owner]
-        return order[low[owner] + place], owner
+        return of_tensors(*self._by_tensor, tensors)
 
     def rows_in(self, file: int) -> tuple[int, int]:
         """First row, and one past the last row, of one file's chunks."""
@@ -242,6 +238,19 @@ def elements(dims: NDArray[np.int64], extent: NDArray[np.int64]) -> NDArray[np.i
 def numels(tensors: Sequence[TensorEntry]) -> NDArray[np.int64]:
     """How many elements each tensor has: int64 of shape [tensors]."""
     return np.array([int(np.prod(entry.shape, dtype=np.int64)) for entry in tensors], np.int64)
+
+
+def of_tensors(
+    order: NDArray[np.int64], keys: NDArray[np.int64], tensors: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return what is of many tensors, tensor after tensor, and the index in `tensors` of each.
+
+    `order` are rows or pieces by tensor, `keys` the tensor of each, ascending.
+    """
+    low, high = np.searchsorted(keys, [tensors, tensors + 1])
+    owner = np.repeat(np.arange(len(tensors)), high - low)
+    place = np.arange(len(owner)) - starts(high - low)[:-1][owner]
+    return order[low[owner] + place], owner
 
 
 def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:

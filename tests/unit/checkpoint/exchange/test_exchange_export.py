@@ -308,14 +308,15 @@ def test_an_existing_file_is_never_touched_nor_is_anything_written(
 
 
 def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path):
-    with places.placing(tmp_path / "out", ["x"], 0) as place:
-        place.temporary("x").write_text("new")
-        (tmp_path / "out" / "x").write_text("mine")
-        with pytest.raises(places.UsageError, match="exists"):
-            place.finish()
-        place.clear()
+    def write():
+        with places.placing(tmp_path / "out", ["w", "x"], 0) as place:
+            for name in ("w", "x"):
+                place(name).write_text("new")
+            (tmp_path / "out" / "x").write_text("mine")
 
-    assert (tmp_path / "out" / "x").read_text() == "mine"
+    with pytest.raises(places.UsageError, match="exists"):
+        write()
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {"x": "mine"}
 
 
 def test_where_links_are_not_possible_a_name_is_given_by_renaming(tmp_path, monkeypatch):
@@ -324,8 +325,7 @@ def test_where_links_are_not_possible_a_name_is_given_by_renaming(tmp_path, monk
 
     monkeypatch.setattr(os, "link", no_links)
     with places.placing(tmp_path, ["x"], 0) as place:
-        place.temporary("x").write_text("new")
-        place.finish()
+        place("x").write_text("new")
 
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
