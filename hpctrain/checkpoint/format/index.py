@@ -216,11 +216,11 @@ class ChunkIndex:
         many = self.files[layout] > FEW
         bounds = _Bounds(regions if many.any() else [])
         own = np.isin(self._own[0], tensors)
-        found = [(self._own[1][own], self._own[2][own]), self._chunks(piece[~many])[:2]]
+        wanted = [(self._own[1][own], self._own[2][own]), self._chunks(piece[~many])[:2]]
         for number in np.unique(layout[many]).tolist():
             of_it = layout == number
-            found.append(self._near(number, region[of_it], piece[of_it], bounds))
-        slots, pieces = (np.concatenate(column) for column in zip(*found, strict=True))
+            wanted.append(self._near(number, region[of_it], piece[of_it], bounds))
+        slots, pieces = (np.concatenate(column) for column in zip(*wanted, strict=True))
         both = np.unique(np.stack([slots, pieces]), axis=1)
         return self.rows(both[0], both[1])
 
