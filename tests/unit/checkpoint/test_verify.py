@@ -282,6 +282,23 @@ def test_an_old_attempt_sets_nothing_aside(run, attempt):
     assert support.chosen(run) == 1000
 
 
+def test_newer_ones_are_set_aside_and_told_of_and_the_step_itself_stays(run, attempt):
+    support.save(run, attempt, 1000, 2000, 3000, 4000)
+    facts = []
+
+    verify.set_newer_aside(run, 2000, "newer", attempt, facts.append)
+
+    assert find.steps(run) == [2000, 1000]
+    assert [(one.step, one.reason) for one in find.set_aside(run)] == [
+        (4000, "newer"),
+        (3000, "newer"),
+    ]
+    assert [(fact.step, fact.name, fact.reason) for fact in facts] == [
+        (4000, "step-0000004000", "newer"),
+        (3000, "step-0000003000", "newer"),
+    ]
+
+
 def test_setting_aside_what_is_gone_is_an_error(run, attempt):
     support.save(run, attempt, 1000)
     found = find.look(run, 1000)
