@@ -61,7 +61,7 @@ def lines_of(asked: Options, folder: Path, device: torch.device) -> list[Line]:
     trained.work_s(LONGER * copy)
     trained.step()
     best = dict.fromkeys(("plain", "save", "told"), float("inf"))
-    saving = _Saving(world, new_place(folder), trained)
+    saving = _Saving(world, new_place(folder / "run"), trained)
     for _ in range(asked.repeats + 1):
         seconds, stall_s = saving.step()
         for name, took in (("plain", trained.step()), ("save", seconds), ("told", stall_s)):
