@@ -7,6 +7,7 @@ dcp.load. All files are in the page cache. `--params 20` for a quick look.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,7 @@ def _load_rank(
     memory = _model.warm(sum(path.stat().st_size for path in files) // world.world_size + 1)
     wanted = _wanted(trained.tensors)
     # A run has this memory anyway: that of its saves behind training.
-    with Arena(trained.nbytes) as arena:
+    with contextlib.closing(Arena(trained.nbytes)) as arena:
         acts: dict[str, Callable[[], object]] = {
             "raw": lambda: _model.read_raw(files, world.rank, world.world_size, memory),
             "ours": lambda: restore(place, world, wanted, arena=arena),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +9,7 @@ import click
 
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.checkpoint.store.find import FoundCheckpoint, step_path
-from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
+from hpctrain.cli.checkpoints_exchange import export_command, import_command
 from hpctrain.cli.checkpoints_keep import (
     echo_sealed,
     path_command,
@@ -47,21 +45,19 @@ from hpctrain.ledger.run.ownership import own_spec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.core.settings.spec import Spec
     from hpctrain.launch.evaluations import Advanced
     from hpctrain.ledger.run.layout import RunDir
 
 EXIT_DAMAGED = 7
 READERS = 4
-SHOWN = 200
 
 
 @click.group("checkpoints")
 @runs_option
 @click.pass_context
 def command(ctx: click.Context, runs: Path) -> None:
-    """List, show, verify, keep and delete a run's checkpoints.
+    """List, verify, keep and delete a run's checkpoints.
 
     \b
     hpctrain checkpoints list gpt-a             checkpoints and their state
@@ -72,9 +68,9 @@ def command(ctx: click.Context, runs: Path) -> None:
     ctx.obj = runs
 
 
-for _command in (pin_command, prune_command, rm_command, path_command):
-    command.add_command(_command)
-for _command in (export_command, import_command, diff_command):
+for _command in (
+    pin_command, prune_command, rm_command, path_command, export_command, import_command,
+):  # fmt: skip
     command.add_command(_command)
 
 
@@ -87,7 +83,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Compares sizes with the manifests; `verify` reads bytes.
     """
-    directory = _run(run, runs)
+    directory = find_run(run, runs=runs)
     rows, sealed = _rows(directory), sealed_rows(directory)
     if as_json:
         echo_json({"run": directory.name, "checkpoints": rows, "sealed": sealed})
@@ -123,30 +119,6 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
     echo_table(cells, header=header, right=(0, 2, 3))
 
 
-@command.command("show")
-@click.argument("run", shell_complete=complete_run)
-@click.argument("step", type=click.IntRange(min=0))
-@json_option
-@click.pass_obj
-def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
-    """Show what the manifest of one checkpoint says."""
-    checkpoint = _one(_run(run, runs), step)
-    facts = _facts(checkpoint)
-    if as_json:
-        echo_json(facts)
-        return
-    from hpctrain.core.drawing import echo_table
-
-    files = facts.pop("files")
-    if "tensors" in facts:
-        facts["tensors"] = f"{len(facts['tensors']):,} (--json lists them)"
-    echo_table([(key, _inline(value)) for key, value in facts.items()])
-    if files:
-        cells = [(file["name"], f"{file['size']:,}", file["digest"]) for file in files]
-        click.echo()
-        echo_table(cells, header=("FILE", "BYTES", "DIGEST"), right=(1,))
-
-
 @command.command("verify")
 @run_argument
 @click.argument("step", type=click.IntRange(min=0), required=False)
@@ -172,16 +144,19 @@ def verify_command(
     Without --deep it reads only manifests, chunk tables and file sizes. It changes no
     checkpoint: a run quarantines damaged ones. The ledger records what --deep verified.
     """
-    directory = _run(run, ctx.obj)
+    directory = find_run(run, runs=ctx.obj)
     sealed = sealed_of_step(directory, step)
     if step is None:
         wanted = find.candidates(directory)
     else:
         only_sealed = sealed and step not in find.steps(directory)
-        wanted = [] if only_sealed else [_one(directory, step)]
+        wanted = []
+        if not only_sealed:
+            find.require_known(directory, [step])
+            wanted = [find.glance(directory, step)]
     threads = threads or min(READERS, os.cpu_count() or 1)
-    verdicts = _verdicts(wanted, deep=deep, threads=threads, echo=not as_json)
-    of_sealed = _sealed_verdicts(sealed, deep=deep, threads=threads, echo=not as_json)
+    verdicts = _verdicts(wanted, deep=deep, threads=threads)
+    of_sealed = sealed_verdicts(sealed, deep=deep, threads=threads)
     damaged = sum(bool(verdict["problems"]) for verdict in verdicts + of_sealed)
     unreadable = sum(bool(verdict["unreadable"]) for verdict in verdicts + of_sealed)
     if deep:
@@ -193,6 +168,7 @@ def verify_command(
     elif not wanted and not sealed:
         click.echo(f"{directory.name} has no checkpoints")
     else:
+        _echo_verdicts(verdicts + of_sealed)
         done = "every byte was read" if deep else "sizes and tables only, --deep reads every byte"
         refused = f", {unreadable} could not be read" if unreadable else ""
         click.echo(f"{len(wanted) + len(sealed)} verified ({done}), {damaged} damaged{refused}")
@@ -200,21 +176,7 @@ def verify_command(
         ctx.exit(EXIT_DAMAGED)
 
 
-def _run(name: str, runs: Path) -> RunDir:
-    return find_run(name, runs=runs)
-
-
-def _one(run: RunDir, step: int) -> FoundCheckpoint:
-    there = find.steps(run)
-    if step not in there:
-        listed = ", ".join(map(str, there)) or "none"
-        raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
-    return find.glance(run, step)
-
-
-def _verdicts(
-    wanted: list[FoundCheckpoint], *, deep: bool, threads: int, echo: bool
-) -> list[dict[str, Any]]:
+def _verdicts(wanted: list[FoundCheckpoint], *, deep: bool, threads: int) -> list[dict[str, Any]]:
     """Check the checkpoints; all problems of each."""
     from hpctrain.checkpoint.store import verify
 
@@ -228,26 +190,14 @@ def _verdicts(
             )
             verdict: dict[str, Any] = {"step": checkpoint.step, "name": checkpoint.name}
             verdicts.append(verdict | {"problems": problems, "unreadable": refused})
-    if echo:
-        for each in verdicts:
-            for problem in each["problems"] + each["unreadable"] or ["ok"]:
-                click.echo(f"{each['name']}: {problem}")
     return verdicts
 
 
-def _sealed_verdicts(
-    wanted: list[StoredSeal], *, deep: bool, threads: int, echo: bool
-) -> list[dict[str, Any]]:
-    """Check the program's own; all problems of each."""
-    total = sum(s.seal.size for s in wanted if s.seal is not None) if deep else 0
-    with progress("reading", total) as on_bytes:
-        checked = sealed_verdicts(wanted, deep=deep, threads=threads, on_bytes=on_bytes)
-    if echo:
-        for each in checked:
-            ok = [f"{each['state']}, {each['path']}"]
-            for problem in each["problems"] + each["unreadable"] or ok:
-                click.echo(f"{each['name']}: {problem}")
-    return checked
+def _echo_verdicts(verdicts: list[dict[str, Any]]) -> None:
+    for each in verdicts:
+        ok = f"{each['state']}, {each['path']}" if "state" in each else "ok"
+        for problem in each["problems"] + each["unreadable"] or [ok]:
+            click.echo(f"{each['name']}: {problem}")
 
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
@@ -316,35 +266,6 @@ def _pin(checkpoint: FoundCheckpoint) -> str | None:
         return f"nobody can say: {error.strerror}"
 
 
-def _facts(checkpoint: FoundCheckpoint) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    facts: dict[str, Any] = {
-        "name": checkpoint.name,
-        "path": str(checkpoint.path),
-        "state": checkpoint.state,
-        "why": checkpoint.problem,
-        "pinned": _pin(checkpoint),
-        "files": [],
-    }
-    if checkpoint.manifest is not None:
-        manifest = _finite(asdict(checkpoint.manifest))
-        manifest["run"] = manifest.pop("name")
-        facts |= manifest | {"size_bytes": checkpoint.manifest.size}
-    return facts
-
-
-def _finite(value: Any) -> Any:
-    """The same with infinities and NaN as text, which strict JSON has no other form for."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def _size(checkpoint: FoundCheckpoint) -> int | None:
     return None if checkpoint.manifest is None else checkpoint.manifest.size
 
@@ -354,15 +275,6 @@ def _state(row: dict[str, Any]) -> str:
     if row["pinned"] is None:
         return state
     return f"{state}, pinned ({row['pinned']})" if row["pinned"] else f"{state}, pinned"
-
-
-def _inline(value: Any) -> str | None:
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) <= SHOWN:
-        return text
-    return f"{text[:SHOWN]}... ({len(text):,} characters, --json shows all)"
 
 
 @click.command(

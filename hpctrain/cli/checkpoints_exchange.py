@@ -1,9 +1,8 @@
-"""`hpctrain checkpoints export`, `import` and `diff`: to, from and beside what others wrote."""
+"""`hpctrain checkpoints export` and `import`: to and from what others read and wrote."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.checkpoint.exchange.contents import Contents, Tensor
-    from hpctrain.checkpoint.exchange.diff import Difference
     from hpctrain.checkpoint.exchange.export import Written
     from hpctrain.checkpoint.exchange.import_into import Imported
     from hpctrain.checkpoint.exchange.naming import NameRequest
@@ -31,10 +29,9 @@ if TYPE_CHECKING:
     from hpctrain.ledger.run.layout import RunDir
 
 GB = 10**9
-EXIT_DIFFERS = 1
-SHOWN = 20
 STEP = click.IntRange(min=0)
 PLACE = click.Path(path_type=Path)
+DTYPES = click.Choice(["keep", "bf16", "fp16", "fp32"])
 
 
 @click.command(
@@ -74,7 +71,7 @@ Examples:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
+    type=DTYPES,
     default="keep",
     show_default=True,
     help="Round floating weights to this.",
@@ -177,7 +174,7 @@ Examples:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
+    type=DTYPES,
     default="keep",
     show_default=True,
     help="Round the weights' floats to what the run trains in.",
@@ -366,90 +363,3 @@ def _print_imported(
         f"{made.path}: {made.tensors} tensors ({size(made.nbytes)}) from {contents.kind}, each "
         f"read back and the same\nnext         hpctrain resume {run.name}"
     )
-
-
-@click.command(
-    "diff",
-    epilog="""\b
-Examples:
-  hpctrain checkpoints diff lm-3 1000 2000        two steps of one run
-  hpctrain checkpoints diff lm-3:1000 lm-4:1000   one step of two runs
-""",
-)
-@click.argument("what", nargs=-1, required=True, metavar="RUN STEP STEP | RUN:STEP RUN:STEP")
-@click.option("--quick", is_flag=True, help="Do not read values to say by how much they differ.")
-@json_option
-@click.pass_context
-def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_json: bool) -> None:
-    """Compare two checkpoints: exit code 0 if they are the same, 1 if not.
-
-    Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
-    """
-    from hpctrain.checkpoint.exchange import contents, diff
-
-    (left, before), (right, after) = _two(what)
-    left_checkpoint = contents.committed(find_run(left, runs=ctx.obj), before)
-    right_checkpoint = contents.committed(find_run(right, runs=ctx.obj), after)
-    total = left_checkpoint[1].size + right_checkpoint[1].size
-    with progress("reading", total) as on_bytes:
-        difference = diff.compare(
-            left_checkpoint, right_checkpoint, values=not quick, on_bytes=on_bytes
-        )
-    if as_json:
-        names = [f"{left}:{before}", f"{right}:{after}"]
-        echo_json({"compared": names} | difference.as_json())
-    else:
-        _print_difference(difference)
-    if not difference.same:
-        ctx.exit(EXIT_DIFFERS)
-
-
-def _is_step(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,18}", text) is not None
-
-
-def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
-    """The two checkpoints that are meant."""
-    if len(what) == 3 and _is_step(what[1]) and _is_step(what[2]):  # noqa: PLR2004
-        return (what[0], int(what[1])), (what[0], int(what[2]))
-    pairs = [text.rpartition(":") for text in what]
-    if len(what) != 2 or not all(run and _is_step(step) for run, _, step in pairs):  # noqa: PLR2004
-        raise click.UsageError(
-            f"RUN STEP STEP or RUN:STEP RUN:STEP is wanted, not {' '.join(what)}"
-        )
-    return (pairs[0][0], int(pairs[0][2])), (pairs[1][0], int(pairs[1][2]))
-
-
-def _print_difference(difference: Difference) -> None:
-    from hpctrain.core.drawing import echo_table
-
-    for sign, names in (("-", difference.removed), ("+", difference.added)):
-        for name in names[:SHOWN]:
-            click.echo(f"{sign} {name}")
-        if len(names) > SHOWN:
-            click.echo(f"{sign} and {len(names) - SHOWN} more (--json shows all)")
-    cells = [
-        (
-            one.name,
-            one.before if one.before == one.after else f"{one.before} -> {one.after}",
-            None if one.elements is None else f"{one.elements:,}",
-            None if one.max_abs is None else f"{one.max_abs:.4g}",
-        )
-        for one in difference.changed[:SHOWN]
-    ]
-    if cells:
-        echo_table(cells, header=("CHANGED", "TYPE", "ELEMENTS", "MAX ABS"), right=(2, 3))
-    if len(difference.changed) > SHOWN:
-        click.echo(f"and {len(difference.changed) - SHOWN} more (--json shows all)")
-    for row in difference.state[:SHOWN]:
-        click.echo(f"{row['key']}: {_short(row['before'])} -> {_short(row['after'])}")
-    if len(difference.state) > SHOWN:
-        click.echo(f"and {len(difference.state) - SHOWN} more (--json shows all)")
-    counts = f"{difference.equal} tensors the same, {len(difference.changed)} changed"
-    counts += f", {len(difference.added)} added, {len(difference.removed)} removed"
-    click.echo(f"{counts}; {size(difference.bytes_read)} read")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004

@@ -12,6 +12,7 @@ from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.store.retention import WAIT, KeepDecision, Rules, Why, in_use, pinned
 from hpctrain.cli.options import complete_run, json_option
+from hpctrain.cli.progress import progress
 from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.text import size
 from hpctrain.core.settings.spec import Spec, load_spec
@@ -23,7 +24,7 @@ from hpctrain.ledger.run.find_run import find_run
 from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.sealed.resume import Looked
@@ -87,12 +88,6 @@ Examples:
     help="Metric for the best: a name of run.log, or eval.NAME.",
 )
 @click.option("--highest/--lowest", default=None, help="Which value of the metric is the best.")
-@click.option(
-    "--sealed",
-    is_flag=True,
-    help="Prune the program's own registered checkpoints instead, except the --keep-last "
-    "newest complete.",
-)
 @click.option("--dry-run", is_flag=True, help="Show the plan, and delete nothing.")
 @json_option
 @click.pass_obj
@@ -102,7 +97,6 @@ def prune_command(
     run: str,
     *,
     highest: bool | None,
-    sealed: bool,
     dry_run: bool,
     as_json: bool,
     **flags: Any,
@@ -115,11 +109,6 @@ def prune_command(
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
     spec = load_spec(directory.spec)
-    if sealed:
-        is_idle = _idle(directory, spec.cluster) is not None
-        keep = _only_keep_last(highest=highest, **flags)
-        prune_sealed(directory, keep, is_idle=is_idle, dry_run=dry_run, as_json=as_json)
-        return
     rules = _rules(spec.settings.checkpoint, highest=highest, **flags)
     idle = _idle(directory, spec.cluster)
     evaluations = _evaluations(directory, spec)
@@ -127,7 +116,7 @@ def prune_command(
     _require_metric(directory, rules, decisions)
     _refuse_if_all_in_use(directory, decisions, idle)
     if not dry_run:
-        gone = retention.prune(directory, **vars(rules), idle=idle, evaluations=evaluations)
+        gone = retention.prune(directory, rules, idle=idle, evaluations=evaluations)
         # Those that really went: the run may have saved, or restored, since they were looked at.
         decisions = [_settled(decision, gone=decision.row.step in gone) for decision in decisions]
     _print_pruned(directory, rules, decisions, dry_run=dry_run, as_json=as_json)
@@ -206,16 +195,6 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     answer = ask(run, cluster, history)
     alive = answer.job is not None and answer.job.alive
     return now if answer.asked and not alive else None
-
-
-def _only_keep_last(
-    *, highest: bool | None, keep_last: int | None, **others: int | str | None
-) -> int:
-    if keep_last is None:
-        raise UsageError("--sealed deletes the program's own files: say how many stay, --keep-last")
-    if highest is not None or any(value is not None for value in others.values()):
-        raise UsageError("--sealed goes with --keep-last alone")
-    return keep_last
 
 
 def _rules(
@@ -387,26 +366,24 @@ def _sealed_state(row: dict[str, Any]) -> str:
 
 
 def sealed_verdicts(
-    wanted: Sequence[StoredSeal],
-    *,
-    deep: bool,
-    threads: int,
-    on_bytes: Callable[[int], object],
+    wanted: Sequence[StoredSeal], *, deep: bool, threads: int
 ) -> list[dict[str, Any]]:
     """Check them; all problems of each. What its program has removed is no damage."""
     from hpctrain.checkpoint.sealed import resume
 
-    checked = []
-    for stored in wanted:
-        looked = resume.look(stored, deep=deep, threads=threads, on_bytes=on_bytes)
-        checked.append(
-            _sealed_row(looked)
-            | {
-                "problems": list(looked.problems) if looked.is_damaged else [],
-                "unreadable": list(looked.problems) if looked.state == "unreadable" else [],
-            }
-        )
-    return checked
+    total = sum(s.seal.size for s in wanted if s.seal is not None) if deep else 0
+    with progress("reading", total) as on_bytes:
+        looked = [
+            resume.look(stored, deep=deep, threads=threads, on_bytes=on_bytes) for stored in wanted
+        ]
+    return [
+        _sealed_row(one)
+        | {
+            "problems": list(one.problems) if one.is_damaged else [],
+            "unreadable": list(one.problems) if one.state == "unreadable" else [],
+        }
+        for one in looked
+    ]
 
 
 @click.command(
@@ -433,47 +410,9 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
     looked, _ = resume.glance(directory, at_step=step)
     if looked is None or looked.stored.seal is None:
         raise NotFound(f"{directory.name} has no registered checkpoints")
-    seal = looked.stored.seal
-    as_it_lies = resume.is_as_sealed(looked.stored)
-    path = seal.path if as_it_lies else str(looked.stored.copy)
+    seal, copy = looked.stored.seal, looked.stored.copy
+    path = seal.path if copy is None or resume.is_as_sealed(looked.stored) else str(copy)
     if as_json:
         echo_json({"run": directory.name, "path": path, "step": seal.step})
         return
     click.echo(path)
-
-
-def prune_sealed(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_json: bool) -> None:
-    """Delete all registered checkpoints but the `keep` newest complete ones; other files stay.
-
-    Raises:
-        RunAlive: its program may be loading or writing them.
-        CheckpointError: one cannot be deleted.
-    """
-    from hpctrain.checkpoint.sealed import resume
-
-    if not is_idle and not dry_run:
-        raise RunAlive(
-            f"nothing of {run.name} was deleted: its program may be using its checkpoints; try "
-            "again when the run has ended"
-        )
-    staying: list[StoredSeal] = []
-    going: list[StoredSeal] = []
-    for stored in seals.listing(run):
-        looked = resume.look(stored)
-        is_kept = looked.state == "unreadable" or (looked.state == "ok" and len(staying) < keep)
-        (staying if is_kept else going).append(stored)
-    paths = {stored.seal.path for stored in staying if stored.seal is not None}
-    freed = sum(stored.seal.size for stored in going if stored.seal is not None)
-    for stored in () if dry_run else going:
-        if stored.seal is not None and stored.seal.path not in paths:
-            seals.remove_files(stored)
-        seals.remove(run, None, stored)
-    if as_json:
-        names = [stored.name for stored in going]
-        echo_json({"run": run.name, "dry_run": dry_run, "freed_bytes": freed, "deleted": names})
-        return
-    for stored in going:
-        path = stored.name if stored.seal is None else stored.seal.path
-        click.echo(f"{path}  {'would go' if dry_run else 'deleted'}")
-    tail = "; nothing was deleted (--dry-run)" if dry_run else ""
-    click.echo(f"{len(going)} registered of {run.name}, {size(freed)}{tail}")

@@ -190,10 +190,10 @@ def _pretrained(
         if cwd is None:
             return settings, None, [f"{folder} is gone: the ranks will see whether the mesh fits"]
         raise NotFound(f"{setting} is {folder}, and no such folder is here; download it first")
-    from hpctrain.checkpoint.exchange.safetensors import read_config, require_weights
+    from hpctrain.checkpoint.exchange.safetensors import files, read_config
 
     config, where = read_config(folder), str(folder / "config.json")
-    require_weights(folder)
+    files(folder)  # or one says what is missing
     return settings, shape_of_config(config, where), []
 
 

@@ -260,11 +260,7 @@ class _EvaluationLook:
         try:
             retention.prune(
                 self._run,
-                keep_last=keep.keep_last,
-                keep_every=keep.keep_every,
-                keep_best=keep.keep_best,
-                best_metric=keep.best_metric,
-                best_is=keep.best_is,
+                retention.Rules.of(keep),
                 protect=[step for step in find.steps(self._run) if step not in judged],
                 evaluations=evaluations_of(self._history, self._spec.settings.evaluate),
             )

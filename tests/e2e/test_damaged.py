@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, staged_name
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, STAGED, aside_name
 from hpctrain.checkpoint.store import find
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
@@ -80,7 +80,7 @@ def cut_manifest(newest):
 
 def leave_it_staged(newest):
     step = int(newest.name.removeprefix("step-"))
-    newest.rename(newest.with_name(staged_name(step, 1)))
+    newest.rename(newest.with_name(aside_name(step, STAGED, 1)))
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def _flipped(name, bit=0):
 
     def damage(path):
         found = find.look(RunDir(path.parent.parent), NEW)
-        chunks = CheckpointSource.open(path, found.manifest).table
+        chunks = CheckpointSource.open(path, found.manifest).rows
         number = [entry.name for entry in found.manifest.tensors].index(name)
         row = chunks.rows_of(number)[-1]
         end = int(chunks.offset[row] + chunks.nbytes[row])

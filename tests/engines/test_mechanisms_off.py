@@ -29,7 +29,6 @@ ON = {
     "guard.nonfinite": "skip",
     "guard.spike": "skip",
     "guard.replicas": 2,
-    "checkpoint.overlap_copy": True,
 }
 OFF = {
     "alive.hang": "off",
@@ -39,7 +38,6 @@ OFF = {
     "guard.nonfinite": "off",
     "guard.spike": "off",
     "guard.replicas": 0,
-    "checkpoint.overlap_copy": False,
 }
 MISHAPS = (
     "hang",

@@ -40,7 +40,7 @@ def recorded(tmp_path_factory):
             state = State(sharded.spread(world, "ddp", step), sharded.own(world, step))
             save(place, world, state, sharded.manifest(world, step))
             recorder.reached(step)
-            retention.prune(place.run, keep_last=KEEP_LAST, attempt=place.attempt)
+            retention.prune(place.run, retention.Rules(KEEP_LAST), attempt=place.attempt)
     assert find.steps(place.run) == [30, 20]
     return recorder.changes
 

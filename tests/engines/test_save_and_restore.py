@@ -296,7 +296,7 @@ def _flip_in(root, step, name):
     """Turn one bit in the last chunk of a tensor."""
 
     found = find.look(RunDir(root), step)
-    chunks = CheckpointSource.open(found.path, found.manifest).table
+    chunks = CheckpointSource.open(found.path, found.manifest).rows
     number = [entry.name for entry in found.manifest.tensors].index(name)
     row = chunks.rows_of(number)[-1]
     path = found.path / found.manifest.files[chunks.file[row]].name

@@ -72,11 +72,11 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("overlap", "ranks"), [(False, {}), (True, TREE)])
+@pytest.mark.parametrize("ranks", [{}, TREE], ids=["gloo", "agents"])
 def test_every_step_saved_behind_training_is_what_it_is_when_training_waits(
-    tmp_path, undisturbed, overlap, ranks
+    tmp_path, undisturbed, ranks
 ):
-    run = make_run(tmp_path / "run", **EACH, checkpoint__overlap_copy=overlap)
+    run = make_run(tmp_path / "run", **EACH)
     train(run, 2, **ranks)
 
     saved = _events(run, "saved")

@@ -27,12 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp exact": {"engine__exact": True, "train__micro_batch": 4, "train__global_batch": 8},
     "ddp bf16 full": {"engine__precision": "bf16", "engine__activation_checkpointing": "full"},
     "ddp selective": {"engine__activation_checkpointing": "selective"},
-    "ddp hidden copies": {"checkpoint__overlap_copy": True},
     "ddp sync": {"checkpoint__mode": "sync"},
     "fsdp2": {"engine__kind": "fsdp2"},
-    "fsdp2 bf16 hidden copies": {
-        "engine__kind": "fsdp2", "engine__precision": "bf16", "checkpoint__overlap_copy": True,
-    },
+    "fsdp2 bf16": {"engine__kind": "fsdp2", "engine__precision": "bf16"},
     "fsdp2 fp16": {"engine__kind": "fsdp2", "engine__precision": "fp16"},
     "fsdp2 bf16 experts": {
         "engine__kind": "fsdp2", "engine__precision": "bf16", "shape": {"experts": 4},

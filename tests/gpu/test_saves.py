@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
@@ -54,13 +54,10 @@ class Weights:
             tensor.add_(1.0)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "beside"])
-def test_a_copy_is_of_the_moment_at_which_it_began_however_soon_weights_change(
-    device, width, overlap, note
-):
+def test_a_copy_is_of_the_moment_at_which_it_began_however_soon_weights_change(device, width, note):
     weights, locked = Weights(width, device), PageLocked()
     nbytes = 2 * width * width * 4
-    with Arena(nbytes) as arena:
+    with closing(Arena(nbytes)) as arena:
         locked.lock(arena.view(0, nbytes), device)
         host = torch.frombuffer(arena.view(0, nbytes), dtype=torch.float32)
         targets = list(host.chunk(2))
@@ -69,47 +66,27 @@ def test_a_copy_is_of_the_moment_at_which_it_began_however_soon_weights_change(
             weights.compute()
             sources = [tensor.contiguous().view(-1) for tensor in weights.tensors.values()]
             sources[0] = weights.plain.view(-1)
-            steady = [weights.plain, None] if overlap else None
-            copies = copy_to_host(targets, sources, steady or ())
+            copied = copy_to_host(targets, sources)
             weights.compute()
-            copies.hold()
             weights.update()
-            copies.wait()
-            copies.prove()
+            if copied is not None:
+                copied.synchronize()
             wrong += [number] * (not host.eq(number).all().item())
         locked.unlock()
     assert wrong == []
-    note.on_gpu("device_copy: the side stream, events, and page-locked memory")
+    note.on_gpu("device_copy: the own stream, its event, and page-locked memory")
 
 
-def test_weights_that_change_beside_their_copy_fail_the_save(device, width):
-    weights = Weights(width, device)
-    host = torch.empty(width * width)
-    large = torch.zeros(2 * MIB, device=device)
-    copies = copy_to_host(
-        [host, torch.empty(2 * MIB)],
-        [weights.plain.view(-1), large],
-        [weights.plain, large],
-    )
-    weights.update()
-    large.add_(1.0)
-    copies.hold()
-    with pytest.raises(CheckpointError, match=r"checkpoint\.overlap_copy = false"):
-        copies.wait()
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "beside"])
-def test_each_checkpoint_of_a_busy_gpu_holds_one_step(alone, folder, width, overlap):
+def test_each_checkpoint_of_a_busy_gpu_holds_one_step(alone, folder, width):
     weights = Weights(width, alone.device)
-    place = sharded.place(alone, folder / "run", overlap_copy=overlap)
+    place = sharded.place(alone, folder / "run")
     saver = Saver(place, alone)
-    state = State({**weights.tensors}, steady=frozenset(weights.tensors if overlap else ()))
+    state = State({**weights.tensors})
     for step in range(1, 4):
         weights.update()
         weights.compute()
         saver.begin(state, sharded.manifest(alone, step))
         weights.compute()
-        saver.before_update()
         weights.update()  # and back: the next round's step is in them again
         for tensor in weights.tensors.values():
             tensor.sub_(1.0)
@@ -169,7 +146,7 @@ def _full_cpu(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB.\nMore.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(boxes, "cut", refuse)
+        patch.setattr(boxes, "view_of", refuse)
         patch.setattr(torch, "zeros_like", refuse)
         yield
 

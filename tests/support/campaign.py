@@ -306,7 +306,7 @@ def _check_dead(run: RunDir, pair: Pair, kind: str, victims: list[int]) -> Kill:
         kind,
         hit=any(pair.is_saving(rank) for rank in victims),
         staged=bool(find.staged(run)),
-        deleting=any(manifest.parse_deleting(name) for name in names_in(run)),
+        deleting=any(manifest.parse_aside(name, manifest.DELETING) for name in names_in(run)),
     )
 
 

@@ -222,9 +222,9 @@ class _Rank:
         return sharded.spread(self.world, self.part.engine, step, self.mesh)
 
     def _prune(self, _: Any) -> None:
-        from hpctrain.checkpoint.store.retention import prune
+        from hpctrain.checkpoint.store.retention import Rules, prune
 
-        prune(self.part.run, keep_last=KEEP_LAST, attempt=self.part.attempt)
+        prune(self.part.run, Rules(KEEP_LAST), attempt=self.part.attempt)
 
 
 def names_in(run: RunDir) -> list[str]:

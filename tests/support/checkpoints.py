@@ -15,7 +15,7 @@ from hpctrain.checkpoint.format.manifest import (
     TABLE_NAME,
     FileEntry,
     Manifest,
-    file_digest,
+    bytes_digest,
 )
 from hpctrain.checkpoint.format.reader import open_chunks
 from hpctrain.checkpoint.format.shard import ShardPiece
@@ -144,7 +144,9 @@ PROOF_0, PROOF_1 = (shard.proof_bytes(blocks) for blocks in (9, 5))
 def entries(directory: Path) -> list[FileEntry]:
     """What a manifest could say of the files that are there."""
     files = sorted(path for path in directory.iterdir() if path.name != MANIFEST_NAME)
-    return [FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in files]
+    return [
+        FileEntry(path.name, path.stat().st_size, bytes_digest(path.read_bytes())) for path in files
+    ]
 
 
 def manifest(step: int, files: list[FileEntry], *, block_bytes: int = BLOCK_BYTES) -> Manifest:

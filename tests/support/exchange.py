@@ -1,4 +1,4 @@
-"""Runs and checkpoints with known tensors, for tests of export, import and diff."""
+"""Runs and checkpoints with known tensors, for tests of export and import."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.layout import part_of
-from hpctrain.checkpoint.format.manifest import SAFETENSORS, Manifest
-from hpctrain.checkpoint.format.shard import ShardPiece
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.shard import SAFETENSORS, ShardPiece
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.cli.main import main

@@ -38,11 +38,9 @@ class StandInDevice:
         self._thread = threading.local()
         self.streams: list[StandInStream] = []
         self.own = StandInStream(self)
-        self.clock = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, "Stream", lambda device: StandInStream(self))
-        monkeypatch.setattr(torch, "Event", lambda device, *, enable_timing: StandInEvent(self))
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _=None: self.current)
 
     @property
@@ -73,7 +71,6 @@ class StandInDevice:
         """Do what one stream can do while the others stand still; whether that is all it has."""
         with self._lock:
             while stream.queue and _is_ready(stream.queue[0][0]):
-                self.clock += 1
                 stream.queue.popleft()[1]()
         return not stream.queue
 
@@ -81,7 +78,6 @@ class StandInDevice:
         ready = [s for s in self.streams if s.queue and _is_ready(s.queue[0][0])]
         if not ready:
             return False
-        self.clock += 1
         self._random.choice(ready).queue.popleft()[1]()
         return True
 
@@ -97,14 +93,7 @@ class StandInEvent:
         self.is_done = False
 
     def finish(self) -> None:
-        self.is_done, self.at = True, self._stand_in.clock
-
-    def query(self) -> bool:
-        return self.is_done
-
-    def elapsed_time(self, later: StandInEvent) -> float:
-        """In operations of the device, for milliseconds."""
-        return float(later.at - self.at)
+        self.is_done = True
 
     def synchronize(self) -> None:
         self._stand_in.run_until(lambda: self.is_done)

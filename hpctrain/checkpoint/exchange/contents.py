@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import DTYPES, ShardPiece
 from hpctrain.checkpoint.store import find
-from hpctrain.errors import CheckpointError, NotFound, TornCheckpoint
+from hpctrain.errors import CheckpointError, TornCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -168,33 +168,12 @@ def to_dtype(tensor: Tensor, target: str) -> Tensor:
     return Tensor(tensor.name, target, tensor.shape, read)
 
 
-def widened(content: Bytes, dtype: str) -> NDArray[Any]:
-    """Values that numpy can calculate with: bf16 and 8-bit floats as float32.
-
-    Of types that have a byte for each value and no form in safetensors, the bytes themselves.
-    """
-    if dtype in NUMPY:
-        return content.view(NUMPY[dtype])
-    if dtype == "BF16":
-        return (content.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
-    if dtype == "F8_E5M2":
-        return (content.astype("<u2") << np.uint16(8)).view("<f2").astype("<f4")
-    if dtype == "C32":
-        return content.view("<f2").astype("<f4").view("<c8")
-    return _E4M3[content] if dtype == "F8_E4M3" else content
-
-
 def same(first: Bytes, other: Bytes) -> bool:
     """Whether two tensors' bytes are equal; compared in parts, so that it takes no memory."""
     if len(first) != len(other):
         return False
     parts = range(0, len(first), COMPARED)
     return all(np.array_equal(first[at : at + COMPARED], other[at : at + COMPARED]) for at in parts)
-
-
-def is_floating(dtype: str) -> bool:
-    """Whether values of this type are fractions."""
-    return dtype in CONVERTED or dtype.startswith("F8")
 
 
 def _converted(tensor: Tensor, target: str) -> Bytes:
@@ -204,7 +183,7 @@ def _converted(tensor: Tensor, target: str) -> Bytes:
     rounded = np.empty(len(content) // DTYPES[tensor.dtype] * DTYPES[target], np.uint8)
     lost: list[NDArray[Any]] = []
     for number, at in enumerate(range(0, len(content), step)):
-        values = widened(content[at : at + step], tensor.dtype)
+        values = _widened(content[at : at + step], tensor.dtype)
         part = rounded[number * size : (number + 1) * size]
         if target == "BF16":
             part[:] = _to_bf16(values.astype("<f4", copy=False))
@@ -222,6 +201,13 @@ def _converted(tensor: Tensor, target: str) -> Bytes:
     return rounded
 
 
+def _widened(content: Bytes, dtype: str) -> NDArray[Any]:
+    """Values that numpy can calculate with: those of bf16 as float32."""
+    if dtype == "BF16":
+        return (content.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    return content.view(NUMPY[dtype])
+
+
 def _to_bf16(values: NDArray[Any]) -> Bytes:
     """To the nearest, ties to even, as torch does."""
     bits = values.view("<u4")
@@ -231,21 +217,6 @@ def _to_bf16(values: NDArray[Any]) -> Bytes:
     return np.where(np.isnan(values), nan, rounded).astype("<u2").view(np.uint8)
 
 
-def _e4m3() -> NDArray[np.float32]:
-    """All 256 values of an 8-bit float of 4 exponent and 3 mantissa bits, without infinities."""
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    size = np.where(
-        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)
-    )
-    values = np.where(code & 128, -size, size)
-    values[(code & 127) == 127] = np.nan  # noqa: PLR2004 - the one NaN of either sign
-    return values.astype(np.float32)
-
-
-_E4M3 = _e4m3()
-
-
 def committed(run: RunDir, step: int) -> tuple[Path, Manifest]:
     """Where a step's checkpoint lies, and its manifest.
 
@@ -253,10 +224,7 @@ def committed(run: RunDir, step: int) -> tuple[Path, Manifest]:
         NotFound: there is none of that step.
         TornCheckpoint: it is torn.
     """
-    there = find.steps(run)
-    if step not in there:
-        listed = ", ".join(map(str, there)) or "none"
-        raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
+    find.require_known(run, [step])
     checkpoint = find.look(run, step)
     if checkpoint.problem is not None or checkpoint.manifest is None:
         raise TornCheckpoint(f"step {step} of {run.name} is torn: {checkpoint.problem}")

@@ -32,53 +32,24 @@ if TYPE_CHECKING:
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
-class Placing:
-    """Files that get their final names together, at the end."""
-
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        self.directory = directory
-        self.names = list(names)
-
-    def temporary(self, name: str) -> Path:
-        """Where to write what will have this name."""
-        return self.directory / f".{name}.partial-{os.getpid()}"
-
-    def finish(self) -> list[Path]:
-        """Give all files their names; on an error none has one.
-
-        Raises:
-            UsageError: one of the names is taken by now.
-        """
-        placed: list[Path] = []
-        try:
-            for name in self.names:
-                final = self.directory / name
-                _name(self.temporary(name), final)
-                placed.append(final)
-            flush_directory(self.directory)
-        except BaseException:
-            for path in placed:
-                path.unlink(missing_ok=True)
-            raise
-        return placed
-
-    def clear(self) -> None:
-        """Remove what has no final name."""
-        for name in self.names:
-            self.temporary(name).unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
-def placing(directory: Path, names: Sequence[str], need_bytes: int) -> Iterator[Placing]:
-    """Give a directory that takes these new files; after an error none of them is there.
+def placing(
+    directory: Path, names: Sequence[str], need_bytes: int
+) -> Iterator[Callable[[str], Path]]:
+    """Give the path to write each of these new files to; at the end all of them get their names.
 
-    The directory is made if it is missing; the files take `need_bytes` together.
+    After an error none of them is there. The directory is made if it is missing; the files take
+    `need_bytes` together.
 
     Raises:
-        UsageError: one of them is there.
+        UsageError: one of them is there, or was put there meanwhile.
         CheckpointError: there is no room, or the disk refused.
     """
-    place = Placing(directory, names)
+
+    def temporary(name: str) -> Path:
+        return directory / f".{name}.partial-{os.getpid()}"
+
+    written = [temporary(name) for name in names]
     with _errors_named(directory):
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,9 +57,14 @@ def placing(directory: Path, names: Sequence[str], need_bytes: int) -> Iterator[
             for name in names:
                 _require_free(directory / name)
             _require_room(directory, need_bytes)
-            yield place
+            yield temporary
+            for name in names:
+                _name(temporary(name), directory / name)
+                written.append(directory / name)
+            flush_directory(directory)
         except BaseException:
-            place.clear()
+            for path in written:
+                path.unlink(missing_ok=True)
             if made:
                 with contextlib.suppress(OSError):  # somebody else has put something there
                     directory.rmdir()

@@ -7,6 +7,7 @@ test_exchange_untrusted.py.
 from __future__ import annotations
 
 import io
+import math
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from hpctrain.checkpoint.exchange.untrusted import (
     DTYPE_NAMES,
     Inert,
     load,
-    numel,
-    opened,
     raw,
     unpickled,
 )
@@ -78,11 +77,6 @@ class _TensorEntry(Inert):
     chunks: Any = None
 
 
-class _Chunk(Inert):
-    offsets: Any = None
-    sizes: Any = None
-
-
 class _Properties(Inert):
     dtype: Any = None
 
@@ -103,7 +97,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     (_CORE, "Metadata"): _Metadata,
     (_CORE, "TensorStorageMetadata"): _TensorEntry,
     (_CORE, "BytesStorageMetadata"): Inert,
-    (_CORE, "ChunkStorageMetadata"): _Chunk,
+    (_CORE, "ChunkStorageMetadata"): Inert,
     (_CORE, "TensorProperties"): _Properties,
     (_OLD, "TensorProperties"): _Properties,
     (_CORE, "MetadataIndex"): _Index,
@@ -225,18 +219,19 @@ def _boxes(
         ):
             raise CheckpointError(f"{directory.path}: a part of {name} does not lie in it")
         require_shape(begin)
-        if numel(extent) * DTYPES[dtype] > getattr(where.get(begin), "length", 2**53):
+        if math.prod(extent) * DTYPES[dtype] > getattr(where.get(begin), "length", 2**53):
             raise CheckpointError(
                 f"{directory.path}: the part of {name} at {begin} is larger than what was written"
             )
-        if numel(extent) and begin not in where:
+        if math.prod(extent) and begin not in where:
             raise CheckpointError(f"{directory.path}: nobody wrote the part of {name} at {begin}")
-        if numel(extent):
+        if math.prod(extent):
             by_begin[begin] = (begin, extent, where[begin])
     boxes = list(by_begin.values())
     low = np.array([begin for begin, _, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     high = low + np.array([extent for _, extent, _ in boxes], np.int64).reshape(low.shape)
-    if sum(numel(extent) for _, extent, _ in boxes) != numel(shape) or boxes_meet(low, high):
+    together = sum(math.prod(extent) for _, extent, _ in boxes)
+    if together != math.prod(shape) or boxes_meet(low, high):
         raise CheckpointError(f"{directory.path}: the parts of {name} do not make up {shape}")
     return boxes
 
@@ -263,11 +258,14 @@ def _loaded(directory: _Directory, name: str, stored: _Stored) -> Any:
             "read here; save it without"
         )
     path = directory.path / file
-    with opened(path) as handle:
-        end = os.fstat(handle.fileno()).st_size  # before memory is asked for
-        content = b""
-        if stored.offset + stored.length <= end:
-            content = os.pread(handle.fileno(), stored.length, stored.offset)
+    content = b""
+    try:
+        with path.open("rb") as handle:
+            end = os.fstat(handle.fileno()).st_size  # before memory is asked for
+            if stored.offset + stored.length <= end:
+                content = os.pread(handle.fileno(), stored.length, stored.offset)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(content) != stored.length:
         raise CheckpointError(f"{path} is cut: {name} lies behind its end")
     return load(io.BytesIO(content), where=f"{path} ({name})")

@@ -89,13 +89,6 @@ def read(source: Path) -> Contents:
         ) from error
 
 
-def is_one(source: Path) -> bool:
-    """Whether a directory looks like DeepSpeed's."""
-    if (source / LATEST).is_file():
-        return True
-    return source.is_dir() and any(MODEL.fullmatch(path.name) for path in source.iterdir())
-
-
 def _tagged(source: Path) -> Path:
     if not source.is_dir():
         raise CheckpointError(f"{source} is no directory, as DeepSpeed's checkpoints are")

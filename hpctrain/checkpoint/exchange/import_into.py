@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from hpctrain.checkpoint.exchange.contents import Bytes, Tensor
+    from hpctrain.checkpoint.exchange.contents import Tensor
     from hpctrain.checkpoint.exchange.export import OnBytes
     from hpctrain.ledger.run.layout import RunDir
 
@@ -118,36 +118,20 @@ def _write(staged: Path, manifest: Manifest, tensors: Sequence[Tensor], on_bytes
         ShardPiece(tensor.name, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
         for tensor in tensors
     ]
-    sources = _OneAtATime(tensors, on_bytes)
-    path = staged / shard.file_name(0)
+
+    def content(number: int) -> memoryview:
+        content = tensors[number].read()
+        on_bytes(tensors[number].nbytes)
+        return content.data if len(content) else memoryview(b"")
+
     report = shard.write(
-        path,
+        staged / shard.file_name(0),
         pieces,
-        sources,
+        shard.OneAtATime(content),
         block_bytes=manifest.block_bytes,
         step=manifest.step,
     )
     commit.write_table(staged, manifest, [part_of(pieces, report)])
-
-
-class _OneAtATime:
-    """The tensors' bytes, each made when it is asked for and forgotten with the next."""
-
-    def __init__(self, tensors: Sequence[Tensor], on_bytes: OnBytes) -> None:
-        self._tensors = tensors
-        self._on_bytes = on_bytes
-        self._last = -1
-        self._content: Bytes | None = None
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, number: int) -> memoryview:
-        if number != self._last or self._content is None:
-            self._content = self._tensors[number].read()
-            self._last = number
-            self._on_bytes(self._tensors[number].nbytes)
-        return self._content.data if len(self._content) else memoryview(b"")
 
 
 def _manifest(run: RunDir, run_id: str, step: int, contents: Contents) -> Manifest:
@@ -201,10 +185,10 @@ def read(source: Path, kind: str | None = None) -> Contents:
     return readers[kind](source)
 
 
-def risk(source: Path, kind: str | None = None, *, version: str | None = None) -> str:
+def risk(source: Path, kind: str | None = None) -> str:
     """Return what reading a source risks with the installed torch; "" if nothing is known.
 
-    Without `version`, look it up without importing torch. `kind` is as in `read`.
+    Torch is not imported for it. `kind` is as in `read`.
 
     Raises:
         CheckpointError: see `detect`.
@@ -212,7 +196,7 @@ def risk(source: Path, kind: str | None = None, *, version: str | None = None) -
     if not source.exists() or (kind or detect(source)) in {"hpctrain", "safetensors"}:
         return ""
     try:
-        version = metadata.version("torch") if version is None else version
+        version = metadata.version("torch")
     except metadata.PackageNotFoundError:  # the reading says so
         return ""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -20,8 +20,7 @@ import numpy as np
 
 from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried, same
 from hpctrain.checkpoint.exchange.export import Written, compare, flush, placing
-from hpctrain.checkpoint.format.manifest import SAFETENSORS
-from hpctrain.checkpoint.format.shard import DTYPES, encode_header
+from hpctrain.checkpoint.format.shard import DTYPES, SAFETENSORS, encode_header
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -216,19 +215,16 @@ def write(
     need = sum(file.size for file in files) + sum(map(len, others.values()))
     with placing(directory, names, need) as place:
         for file in files:
-            _write(place.temporary(file.name), file, on_bytes)
+            _write(place(file.name), file, on_bytes)
         for name, content in others.items():
-            path = place.temporary(name)
+            path = place(name)
             path.write_bytes(content)
             flush(path)
         verified = 0
         for file in files:
-            got = {
-                tensor.name: tensor for tensor in read_header(place.temporary(file.name)).tensors
-            }
+            got = {tensor.name: tensor for tensor in read_header(place(file.name)).tensors}
             verified += compare(file.tensors, got, on_bytes)
-        paths = place.finish()
-    sizes = [(path, path.stat().st_size) for path in paths]
+    sizes = [(directory / name, (directory / name).stat().st_size) for name in names]
     return Written(sizes, len(tensors), sum(tensor.nbytes for tensor in tensors), verified)
 
 
@@ -439,15 +435,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{path} is no table of a model's sizes")
     return config
-
-
-def require_weights(folder: Path) -> None:
-    """Look whether the weights' files are there, without opening them.
-
-    Raises:
-        CheckpointError: they are not, or an index names other ones.
-    """
-    files(folder)
 
 
 def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickle  # only its Pickler: nothing is read with it
 import struct
@@ -24,8 +23,7 @@ from hpctrain.checkpoint.exchange.untrusted import LAYOUT, LAYOUT_KEY, leaves_of
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.exchange.export import OnBytes
@@ -34,8 +32,6 @@ ROOT = "archive"
 ALIGN = 64
 """Bytes of a tensor start at a multiple of this, as in torch's own files."""
 LOCAL_HEADER, ZIP64_EXTRA, PADDING_ID = 30, 20, 0x4246
-OWNER_AND_KEY = 2
-"""Keys that lead to a tensor of an optimizer's; longer paths are within objects."""
 OVERHEAD = 512
 """Bytes that the archive takes for each tensor besides its own, at most."""
 TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
@@ -68,7 +64,7 @@ def write(
     """
     need = sum(tensor.nbytes + OVERHEAD for tensor in tensors)
     with placing(path.parent, [path.name], need) as place:
-        temporary = place.temporary(path.name)
+        temporary = place(path.name)
         _write(temporary, tensors, _tree(tensors, step, state), on_bytes)
         flush(temporary)
         tree = load(temporary)
@@ -79,7 +75,6 @@ def write(
         }
         verified = compare(tensors, got, on_bytes)
         del tree
-        place.finish()
     nbytes = sum(tensor.nbytes for tensor in tensors)
     return Written([(path, path.stat().st_size)], len(tensors), nbytes, verified)
 
@@ -92,22 +87,17 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
     model: dict[str, _Slot] = {}
     others: dict[str, _Slot] = {}
     objects = contents.parts_of_objects(tensor.name for tensor in tensors)
-    weights = {tensor.name.removeprefix(contents.MODEL) for tensor in tensors}
-    optimizer: dict[str, dict[str, Any]] = {}
+    optimizer: dict[str, dict[str, _Slot]] = {}
     for slot in slots:
         name = slot.tensor.name
-        owner, key = _owner(name, weights)
+        owner, _, key = name.removeprefix(contents.OPTIM).rpartition(".")
+        is_number = key.rpartition(":")[2] in contents.NUMBERS
         if name.startswith(contents.MODEL) and name not in objects:
             model[name.removeprefix(contents.MODEL)] = slot
-        elif name not in objects and key.rpartition(":")[2] not in contents.NUMBERS and owner:
+        elif name.startswith(contents.OPTIM) and name not in objects and owner and not is_number:
             optimizer.setdefault(owner, {})[key] = slot
         else:
             others[name] = slot
-    for name, slot in others.items():  # a second time, as Python has them
-        owner, key = _owner(name, weights)
-        word, _, kind = key.rpartition(":")
-        if owner and (kind in contents.NUMBERS or kind == contents.OBJECT) and "." not in word:
-            optimizer.setdefault(owner, {})[word] = _as_python(slot.tensor, kind, others)
     return {
         LAYOUT_KEY: LAYOUT,
         "model": model,
@@ -118,53 +108,11 @@ def _tree(tensors: Sequence[Tensor], step: int, state: dict[str, object] | None)
     }
 
 
-def _owner(name: str, weights: AbstractSet[str]) -> tuple[str, str]:
-    """Whose state of an optimizer's it is, and under which key; ("", "") where it is none's."""
-    if not name.startswith(contents.OPTIM):
-        return "", ""
-    stem, key = name.removeprefix(contents.OPTIM), ""
-    first = stem.rpartition(".")
-    while stem not in weights and stem:
-        stem, _, last = stem.rpartition(".")
-        key = f"{last}.{key}" if key else last
-    return (stem, key) if stem else (first[0], first[2])
-
-
-def _as_python(tensor: Tensor, kind: str, others: Mapping[str, _Slot]) -> Any:
-    """A number or an object of an optimizer's state."""
-    if kind == contents.OBJECT:
-        return _plain(json.loads(tensor.read().tobytes()), others)
-    return tensor.read().view(contents.NUMPY[tensor.dtype])[0].item()
-
-
-def _plain(form: Any, others: Mapping[str, _Slot]) -> Any:
-    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible."""
-    if isinstance(form, list):
-        return [_plain(each, others) for each in form]
-    if not isinstance(form, dict):
-        return form
-    value: Any = {key: _plain(inner, others) for key, inner in form.items()}
-    match form:
-        case {"__tensor__": name}:
-            value = others[name]
-        case {"__tuple__": items}:
-            value = tuple(_plain(each, others) for each in items)
-        case {"__items__": items} | {"__hpctrain__": "dict", "items": items} if all(
-            isinstance(key, str | int | float | None) for key, _ in items
-        ):
-            value = {key: _plain(inner, others) for key, inner in items}
-        case {"__hpctrain__": "int", "hex": digits}:
-            value = int(digits, 16)
-        case {"__hpctrain__": "float", "bits": digits}:
-            (value,) = struct.unpack(">d", bytes.fromhex(digits))
-    return value
-
-
 def _names(tree: dict[str, Any], *, whole: bool) -> dict[str, Tensor | None]:
     tensors: dict[str, Tensor | None] = {}
     for leaf in leaves_of(tree, "the export"):
         top, *rest = leaf.path
-        if leaf.tensor is None or (top == "optimizer" and len(rest) > OWNER_AND_KEY):
+        if leaf.tensor is None:
             continue
         prefix = {"model": contents.MODEL if whole else "", "optimizer": contents.OPTIM}.get(
             str(top), ""

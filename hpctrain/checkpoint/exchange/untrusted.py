@@ -8,9 +8,7 @@ test_exchange_import.py.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import math
 import pickle  # only its Unpickler, with a list of what it may name
 import pickletools
 import re
@@ -148,7 +146,12 @@ def leaves_of(tree: Any, where: object) -> list[NestedValue]:
     Raises:
         CheckpointError: a tensor is of a kind that cannot be stored.
     """
-    return list(_leaves(tree, (), where))
+    return [
+        NestedValue(path, as_tensor(".".join(map(str, path)), value, where))
+        if isinstance(value, torch.Tensor)
+        else NestedValue(path, None, _giver(value))
+        for path, value in _walk(tree, ())
+    ]
 
 
 def as_tensor(name: str, tensor: torch.Tensor, where: object) -> Tensor:
@@ -171,20 +174,12 @@ def raw(tensor: torch.Tensor) -> Bytes:
     return content
 
 
-def numel(shape: Sequence[int]) -> int:
-    """How many elements a shape has."""
-    return math.prod(shape)
-
-
-def _leaves(value: Any, path: tuple[str | int, ...], where: object) -> Iterator[NestedValue]:
-    if isinstance(value, torch.Tensor):
-        name = ".".join(map(str, path))
-        yield NestedValue(path, as_tensor(name, value, where))
-    elif isinstance(value, dict) and value and all(isinstance(k, str | int) for k in value):
+def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(value, dict) and value and all(isinstance(k, str | int) for k in value):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, key), where)
+            yield from _walk(inner, (*path, key))
     else:
-        yield NestedValue(path, None, _giver(value))
+        yield path, value
 
 
 def _giver(value: Any) -> Callable[[], Any]:
@@ -194,20 +189,6 @@ def _giver(value: Any) -> Callable[[], Any]:
 def _line(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return text[:200] or type(error).__name__
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 STEPS = ("step", "global_step", "iteration")
@@ -240,14 +221,10 @@ def read(source: Path) -> Contents:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Our own export by full names. What is no tensor is in `others` once more, as it was saved."""
+    """Our own export by full names."""
     flat = {f"model.{name}": tensor for name, tensor in tree["model"].items()}
     for name, values in tree["optimizer"].items():
-        flat |= {
-            f"optim.{name}.{key}": value
-            for key, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
+        flat |= {f"optim.{name}.{key}": value for key, value in values.items()}
     flat |= tree.get("others", {})
     return flat
 
@@ -255,19 +232,12 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 def _shared(tree: dict[str, Any]) -> frozenset[str]:
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     again = set()
-    for leaf, tensor in _tensors(tree, ()):
-        has_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
-        if not has_memory or not tensor.numel():
+    for path, tensor in _walk(tree, ()):
+        # Only tensors that `as_tensor` takes get here: strided ones in host memory.
+        if not isinstance(tensor, torch.Tensor) or not tensor.numel():
             continue
+        leaf = ".".join(map(str, path))
         first = seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), leaf)
         if first != leaf:
             again.add(leaf)
     return frozenset(again)
-
-
-def _tensors(value: Any, path: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        return [(".".join(path), value)]
-    if isinstance(value, dict):
-        return [one for k, inner in value.items() for one in _tensors(inner, (*path, str(k)))]
-    return []

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format.table import as_range, boxes_meet
+from hpctrain.checkpoint.format.table import as_range, boxes_meet, place_in, row_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -230,8 +230,8 @@ def overlap(
     linear = np.array([wanted.flat for wanted in regions], bool)
     if table.flat.any():
         linear |= np.bincount(region, table.flat[row], len(regions)) > 0
-    near = _near(table, row, region, regions, linear) & (table.nbytes[row] > 0)
-    row, region = row[near], region[near]
+    filled = table.nbytes[row] > 0
+    row, region = row[filled], region[filled]
     pairs = _Pairs(table, regions, row, region, table.itemsize[row])
     shared = Overlap(np.zeros((5, 0), np.int64), [], {})
     dims = np.array([len(wanted.shape) for wanted in regions], np.int64)
@@ -245,35 +245,6 @@ def overlap(
     return shared
 
 
-def _near(
-    table: ChunkTable,
-    row: NDArray[np.int64],
-    region: NDArray[np.int64],
-    regions: Sequence[ShardPiece],
-    linear: NDArray[np.bool_],
-) -> NDArray[np.bool_]:
-    """Return which chunks may share something with their region; rule out most of many.
-
-    The first dimension decides, and only where both are boxes.
-    """
-    ends = [
-        (wanted.begin[0], wanted.begin[0] + wanted.extent[0])
-        if wanted.shape and not as_elements
-        else None
-        for wanted, as_elements in zip(regions, linear, strict=True)
-    ]
-    ruled = np.array([end is not None for end in ends], bool)
-    if not ruled.any():
-        return np.ones(len(row), bool)
-    low, high = np.array([end or (0, 0) for end in ends], np.int64).T
-    first = np.minimum(table.first_dim[row], len(table.begin) - 1)  # a scalar has no first one
-    begin = table.begin[first]
-    inside: NDArray[np.bool_] = begin < high[region]
-    inside &= begin + table.extent[first] > low[region]
-    inside |= ~ruled[region]
-    return inside
-
-
 def _in_boxes(pairs: _Pairs) -> Overlap:
     """Boxes for boxes; all of them have the same number of dimensions."""
     chunk_begin, sizes = pairs.table.boxes(pairs.row)
@@ -282,8 +253,8 @@ def _in_boxes(pairs: _Pairs) -> Overlap:
     count = np.minimum(chunk_begin + sizes, begin + extent) - low
     hit = (count > 0).all(axis=1)
     pairs, low, count, sizes, extent = pairs.of(hit), low[hit], count[hit], sizes[hit], extent[hit]
-    source, source_run = _place(low - chunk_begin[hit], count, sizes)
-    target, target_run = _place(low - begin[hit], count, extent)
+    source, source_run = place_in(low - chunk_begin[hit], count, sizes)
+    target, target_run = place_in(low - begin[hit], count, extent)
     run = source_run & target_run
     source, target, nbytes = (
         column * pairs.item for column in (source, target, count.prod(axis=1))
@@ -304,7 +275,7 @@ def _in_boxes(pairs: _Pairs) -> Overlap:
 
 def _in_ranges(pairs: _Pairs) -> Overlap:
     """Where chunks or regions are ranges of elements, or both."""
-    first, count, is_range = _ranges(pairs)
+    first, count, is_range = row_ranges(pairs.table, pairs.row, pairs.by_region("shape"))
     numbers, where = np.unique(pairs.region, return_inverse=True)
     spans = [_span(pairs.regions[number]) for number in numbers.tolist()]
     slow = np.array([span is None for span in spans], bool)
@@ -384,23 +355,6 @@ def _span(region: ShardPiece) -> tuple[int, int] | None:
     return as_range(region.shape, region.begin, region.extent)
 
 
-def _ranges(
-    pairs: _Pairs,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Chunks as ranges of row-major elements: first, number, and whether they are ranges."""
-    table, flat = pairs.table, pairs.table.flat[pairs.row] > 0
-    first, count = np.zeros(len(flat), np.int64), np.zeros(len(flat), np.int64)
-    is_range = np.ones(len(flat), bool)
-    at = table.first_dim[pairs.row[flat]]
-    first[flat], count[flat] = table.begin[at], table.extent[at]
-    if not flat.all():
-        boxes = pairs.of(~flat)
-        begin, extent = table.boxes(boxes.row)
-        first[~flat], is_range[~flat] = _place(begin, extent, boxes.by_region("shape"))
-        count[~flat] = extent.prod(axis=1)
-    return first, count, is_range
-
-
 def _joined(first: Overlap, other: Overlap) -> Overlap:
     return Overlap(
         np.concatenate([first.runs, other.runs], axis=1),
@@ -427,24 +381,6 @@ def _require_once(shared: Overlap, regions: Sequence[ShardPiece]) -> None:
         lacking = int(wanted[number] - got[number]) // regions[number].itemsize
         text = f"lacks {lacking:,} of the elements that are wanted: no chunk has them"
         shared.problems.setdefault(number, text if lacking > 0 else TWICE)
-
-
-def _place(
-    at: NDArray[np.int64], count: NDArray[np.int64], size: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the first element's number of boxes within larger ones, and whether they are runs.
-
-    A box is a run if all dimensions behind the first cut one are complete, and those before have
-    size 1. Arguments are [boxes, dimensions], results [boxes].
-    """
-    first, stride = np.zeros(len(at), np.int64), np.ones(len(at), np.int64)
-    run, whole = np.ones(len(at), bool), np.ones(len(at), bool)
-    for dimension in reversed(range(at.shape[1])):
-        run &= whole | (count[:, dimension] == 1)
-        first += at[:, dimension] * stride
-        whole &= count[:, dimension] == size[:, dimension]
-        stride *= size[:, dimension]
-    return first, run
 
 
 def my_part(

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from hpctrain.checkpoint.format.table import (
     encode_columns,
     not_a_table,
     numels,
+    of_tensors,
     starts,
     tiles,
 )
@@ -54,13 +55,6 @@ COLUMNS = (
 SHOWN = 3
 FEW = 64
 """Files of a layout, of which all are taken rather than looked for."""
-
-
-class _Pair(NamedTuple):
-    """Regions and pieces of the same tensor: both int64 of shape [pairs]."""
-
-    region: NDArray[np.int64]
-    piece: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -190,7 +184,7 @@ class ChunkIndex:
 
     def whole(self) -> ChunkTable:
         """All rows."""
-        return self._of_pieces(np.arange(len(self.tensor)))
+        return self.rows(*self._chunks(np.arange(len(self.tensor)))[:2])
 
     def of_file(self, number: int) -> ChunkTable:
         """The rows of one file; none for the table itself."""
@@ -201,11 +195,14 @@ class ChunkIndex:
         )
         return self.rows(np.resize(slots, len(piece)), piece)
 
-    def _of_pieces(self, pieces: NDArray[np.int64]) -> ChunkTable:
+    def _chunks(
+        self, pieces: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return every chunk of some pieces: slot, piece, and the file's number in its layout."""
         counts = self.files[self.layout[pieces]]
         piece = np.repeat(pieces, counts)
         place = np.arange(len(piece)) - np.repeat(starts(counts)[:-1], counts)
-        return self.rows(self.first_file[self.layout[piece]] + place, piece)
+        return self.first_file[self.layout[piece]] + place, piece, place
 
     # ---- what is wanted
 
@@ -214,27 +211,17 @@ class ChunkIndex:
 
         `tensors` has the number of each region's tensor: int64 of shape [regions].
         """
-        order, keys = self._by_tensor
-        low, high = np.searchsorted(keys, [tensors, tensors + 1])
-        region = np.repeat(np.arange(len(tensors)), high - low)
-        place = np.arange(len(region)) - starts(high - low)[:-1][region]
-        pairs = _Pair(region, order[low[region] + place])
-        layout = self.layout[pairs.piece]
+        piece, region = of_tensors(*self._by_tensor, tensors)
+        layout = self.layout[piece]
         many = self.files[layout] > FEW
         bounds = _Bounds(regions if many.any() else [])
         own = np.isin(self._own[0], tensors)
-        slots, pieces = [self._own[1][own]], [self._own[2][own]]
-        few = pairs.piece[~many]
-        counts = self.files[self.layout[few]]
-        pieces.append(np.repeat(few, counts))
-        within = np.arange(int(counts.sum())) - np.repeat(starts(counts)[:-1], counts)
-        slots.append(self.first_file[self.layout[pieces[-1]]] + within)
+        wanted = [(self._own[1][own], self._own[2][own]), self._chunks(piece[~many])[:2]]
         for number in np.unique(layout[many]).tolist():
             of_it = layout == number
-            slot, piece = self._near(number, _Pair(*(part[of_it] for part in pairs)), bounds)
-            slots.append(slot)
-            pieces.append(piece)
-        both = np.unique(np.stack([np.concatenate(slots), np.concatenate(pieces)]), axis=1)
+            wanted.append(self._near(number, region[of_it], piece[of_it], bounds))
+        slots, pieces = (np.concatenate(column) for column in zip(*wanted, strict=True))
+        both = np.unique(np.stack([slots, pieces]), axis=1)
         return self.rows(both[0], both[1])
 
     @cached_property
@@ -247,15 +234,15 @@ class ChunkIndex:
     @cached_property
     def _own(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Of each file's own tensors: number, slot and piece."""
-        pieces = np.flatnonzero(self.own)
-        counts = self.files[self.layout[pieces]]
-        piece = np.repeat(pieces, counts)
-        place = np.arange(len(piece)) - np.repeat(starts(counts)[:-1], counts)
-        slot = self.first_file[self.layout[piece]] + place
+        slot, piece, place = self._chunks(np.flatnonzero(self.own))
         return self.tensor[piece] + place * self.own[piece], slot, piece
 
     def _near(
-        self, layout: int, pairs: _Pair, bounds: _Bounds
+        self,
+        layout: int,
+        region: NDArray[np.int64],
+        piece: NDArray[np.int64],
+        bounds: _Bounds,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Slots and pieces of one layout that may meet their regions, by the best dimension."""
         count, width = int(self.files[layout]), int(self.numbers[layout])
@@ -263,16 +250,16 @@ class ChunkIndex:
         table = self.number[low : low + count * width].reshape(count, width)
         order = np.argsort(table, axis=0, kind="stable")
         ranked = np.take_along_axis(table, order, axis=0)
-        first = np.zeros(len(pairs.piece), np.int64)
-        last = np.full(len(pairs.piece), count)
-        source = np.zeros(len(pairs.piece), np.int64)
-        for dimension in range(int(self.dims[pairs.piece].max(initial=0))):
+        first = np.zeros(len(piece), np.int64)
+        last = np.full(len(piece), count)
+        source = np.zeros(len(piece), np.int64)
+        for dimension in range(int(self.dims[piece].max(initial=0))):
             for number in range(width + 1):
-                at = np.flatnonzero(self.dims[pairs.piece] > dimension)
-                at = at[self._pair(pairs.piece[at], dimension, self.source) == number]
+                at = np.flatnonzero(self.dims[piece] > dimension)
+                at = at[self._pair(piece[at], dimension, self.source) == number]
                 if not len(at):
                     continue
-                begin, end = self._numbers(pairs.region[at], pairs.piece[at], dimension, bounds)
+                begin, end = self._numbers(region[at], piece[at], dimension, bounds)
                 if number:
                     column = ranked[:, number - 1]
                     from_, to = np.searchsorted(column, begin), np.searchsorted(column, end)
@@ -285,7 +272,7 @@ class ChunkIndex:
         which = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(which)) - starts(counts)[:-1][which] + first[which]
         sorted_by = np.concatenate([np.arange(count)[:, None], order], axis=1)
-        return self.first_file[layout] + sorted_by[place, source[which]], pairs.piece[which]
+        return self.first_file[layout] + sorted_by[place, source[which]], piece[which]
 
     def _pair(
         self, piece: NDArray[np.int64], dimension: int, column: NDArray[np.int64]
@@ -333,7 +320,7 @@ class ChunkIndex:
             if kind in seen:
                 continue
             seen.add(kind)
-            rows = self._of_pieces(pieces)
+            rows = self.rows(*self._chunks(pieces)[:2])
             if not tiles(entry, rows, np.arange(len(rows))):
                 raise CheckpointError(
                     f"the ranks' parts of {entry.name} overlap: some of it was written "

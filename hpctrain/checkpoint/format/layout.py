@@ -11,7 +11,7 @@ The promises are held by tests/unit/checkpoint/test_assemble.py.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -75,31 +75,13 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
-class PlacedChunks:
-    """What a rank writes: the layout of its file, and its numbers in it.
-
-    Attributes:
-        layout: None where it writes nothing.
-        numbers: See `ChunkIndex`: int64 of shape [numbers].
-    """
-
-    layout: FileLayout | None
-    numbers: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @property
-    def key(self) -> bytes:
-        """Of its layout; empty where it writes nothing."""
-        return NO_KEY if self.layout is None else self.layout.key
-
-
-@dataclass(frozen=True)
 class RankPart:
     """One rank's file, or nothing of one, in a form that is small and quick to send.
 
     Attributes:
         file: Its entry in the manifest; None if the rank had nothing to write.
         head: Bytes of the file before its first chunk.
-        key: Of its layout.
+        key: Of its layout; NO_KEY where it writes nothing.
         numbers: See `ChunkIndex`: int64 of shape [numbers].
         layout: Its layout; None where another rank of the same sends it.
         state: Digest of all its blocks' digests but those of random generators.
@@ -113,10 +95,13 @@ class RankPart:
     state: int = 0
 
 
-def placed(pieces: Sequence[ShardPiece], rank: int) -> PlacedChunks:
-    """Where the chunks of a rank's file lie in their tensors, before a byte of it is written."""
+def placed(pieces: Sequence[ShardPiece], rank: int) -> RankPart:
+    """Where the chunks of a rank's file lie in their tensors, before a byte of it is written.
+
+    It has no file yet; see `part_of`.
+    """
     if not pieces:
-        return PlacedChunks(None)
+        return RankPart(None)
     begin = np.array([at for piece in pieces for at in piece.begin], np.int64)
     extent = np.array([size for piece in pieces for size in piece.extent], np.int64)
     # A multiple of the extent says which part it is: the same number for all of a rank's tensors.
@@ -140,7 +125,7 @@ def placed(pieces: Sequence[ShardPiece], rank: int) -> PlacedChunks:
         unit=unit.astype(np.uint8),
         source=source,
     )
-    return PlacedChunks(layout, kept)
+    return RankPart(None, key=layout.key, numbers=kept, layout=layout)
 
 
 def _is_whole(piece: ShardPiece) -> bool:
@@ -161,7 +146,7 @@ def part_of(
     pieces: Sequence[ShardPiece],
     report: ShardReport | None,
     *,
-    where: PlacedChunks | None = None,
+    where: RankPart | None = None,
     with_layout: bool = True,
     block_bytes: int | None = None,
 ) -> RankPart:
@@ -174,11 +159,10 @@ def part_of(
         return RankPart(None)
     where = where or placed(pieces, rank_of(report.name))
     state = 0 if block_bytes is None else _state_digest(pieces, report, block_bytes)
-    return RankPart(
+    return replace(
+        where,
         file=FileEntry(report.name, report.size, report.digest),
         head=report.head,
-        key=where.key,
-        numbers=where.numbers,
         layout=where.layout if with_layout else None,
         state=state,
     )

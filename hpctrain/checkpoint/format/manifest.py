@@ -39,7 +39,7 @@ import xxhash
 
 from hpctrain.checkpoint.format import packing
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import open_plain, proves_absence, read_plain
+from hpctrain.core.base.files import proves_absence, read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 
@@ -53,13 +53,6 @@ OLDEST = 3
 what came before was never released."""
 KIND = "__hpctrain__"
 """The key of a form in `extra` and `data` that came with format 4: checkpoint-format.md."""
-SAFETENSORS = frozenset(
-    {
-        "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U64",
-        "U32", "U16", "U8", "BOOL",
-    }
-)  # fmt: skip
-"""Dtypes that safetensors has words for."""
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
 PINNED_NAME = "PINNED"
@@ -67,9 +60,8 @@ PINNED_NAME = "PINNED"
 
 MAX_STEP = 10**10 - 1
 _STEP = re.compile(r"step-([0-9]{10})")  # not \d, which takes digits of every script
-_STAGED = re.compile(r"step-([0-9]{10})\.staged-([0-9]{4,})")
-_SET_ASIDE = re.compile(r"step-([0-9]{10})\.set-aside-([1-9][0-9]*)")
-_DELETING = re.compile(r"step-([0-9]{10})\.deleting-([1-9][0-9]*)")
+STAGED, SET_ASIDE, DELETING = "staged", "set-aside", "deleting"
+_ASIDE = re.compile(rf"step-([0-9]{{10}})\.({STAGED}|{SET_ASIDE}|{DELETING})-([0-9]+)")
 
 MOST_BYTES = 1 << 30
 """Of a manifest; millions of tensors take less."""
@@ -89,7 +81,6 @@ BLOCKS_PREFIX = "xxh3_64-blocks:"
 BLOCK_BYTES = 256 << 10
 """Of a chunk: small enough that a piece of it is read with few bytes around it, and that a block
 is still in the cache when it is written or used after its digest was taken."""
-READ_BYTES = 1 << 20
 
 
 def step_name(step: int) -> str:
@@ -109,57 +100,29 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def staged_name(step: int, attempt: int) -> str:
-    """The name under which an attempt writes a step, e.g. ``step-0000001000.staged-0003``.
+def aside_name(step: int, kind: str, number: int) -> str:
+    """The name of what is not committed, e.g. ``step-0000001000.staged-0003``.
 
-    Raises:
-        ValueError: the step or the attempt is out of range.
-    """
-    return f"{step_name(step)}.staged-{_counted(attempt):04d}"
-
-
-def parse_staged(name: str) -> tuple[int, int] | None:
-    """Step and attempt of a staged checkpoint's name; None for every other name."""
-    match = _STAGED.fullmatch(name)
-    if not match or int(match[2]) < 1 or match[2] != f"{int(match[2]):04d}":
-        return None
-    return int(match[1]), int(match[2])
-
-
-def set_aside_name(step: int, number: int) -> str:
-    """The name of a damaged checkpoint that was moved away, e.g. ``step-0000001000.set-aside-1``.
+    Args:
+        step: As in `step_name`.
+        kind: STAGED, whose number is the attempt; SET_ASIDE or DELETING, which are counted.
+        number: From 1 on.
 
     Raises:
         ValueError: the step or the number is out of range.
     """
-    return f"{step_name(step)}.set-aside-{_counted(number)}"
-
-
-def parse_set_aside(name: str) -> tuple[int, int] | None:
-    """Step and number of a set-aside checkpoint's name; None for every other name."""
-    match = _SET_ASIDE.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def deleting_name(step: int, number: int) -> str:
-    """The name of what is being deleted, e.g. ``step-0000001000.deleting-1``.
-
-    Raises:
-        ValueError: the step or the number is out of range.
-    """
-    return f"{step_name(step)}.deleting-{_counted(number)}"
-
-
-def parse_deleting(name: str) -> tuple[int, int] | None:
-    """Step and number of the name of what is being deleted; None for every other name."""
-    match = _DELETING.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _counted(number: int) -> int:
     if number < 1:
         raise ValueError(f"{number} is not a number counted from 1")
-    return number
+    return f"{step_name(step)}.{kind}-{number:0{4 if kind == STAGED else 1}d}"
+
+
+def parse_aside(name: str, kind: str) -> tuple[int, int] | None:
+    """Step and number of a name that `aside_name` gives to this kind; None for every other name."""
+    match = _ASIDE.fullmatch(name)
+    if match is None or match[2] != kind or int(match[3]) < 1:
+        return None
+    step, number = int(match[1]), int(match[3])
+    return (step, number) if aside_name(step, kind, number) == name else None
 
 
 def count(value: object, most: int = MOST) -> bool:
@@ -271,22 +234,6 @@ def bytes_digest(content: bytes) -> str:
     return PREFIX + xxhash.xxh3_64_hexdigest(content)
 
 
-def file_digest(path: Path, *, on_bytes: Callable[[int], object] | None = None) -> str:
-    """Return the digest of a file's bytes, read in parts; memory stays small whatever its size.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    hasher = xxhash.xxh3_64()
-    part = memoryview(bytearray(READ_BYTES))
-    with open_plain(path) as file:
-        while count := file.readinto(part):
-            hasher.update(part[:count])
-            if on_bytes is not None:
-                on_bytes(count)
-    return PREFIX + hasher.hexdigest()
-
-
 def block_digest(block: memoryview | bytes) -> int:
     """The digest of one block as an unsigned number of 64 bits."""
     value: int = xxhash.xxh3_64_intdigest(block)
@@ -385,7 +332,7 @@ def dump(manifest: Manifest, path: Path) -> None:
     manifest.self_digest = bytes_digest(body)
     points.reach("manifest.write", path=path, step=manifest.step)
     with path.open("xb") as file:
-        file.write(body + _seal(manifest.self_digest))
+        file.write(body + sealed_by(manifest.self_digest))
         file.flush()
         points.reach("manifest.flush", path=path, fd=file.fileno(), step=manifest.step)
         os.fsync(file.fileno())
@@ -444,9 +391,9 @@ def parse(content: bytes) -> Manifest:
     version = raw.get("format")
     if not isinstance(version, int) or version < OLDEST - 1:
         raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
-    end = len(content) - len(_seal(bytes_digest(b"")))
-    is_proved = content[end:] == _seal(bytes_digest(content[:end]))
-    is_sealed = content[end:] == _seal(str(raw.get("self_digest")))
+    end = len(content) - len(sealed_by(bytes_digest(b"")))
+    is_proved = content[end:] == sealed_by(bytes_digest(content[:end]))
+    is_sealed = content[end:] == sealed_by(str(raw.get("self_digest")))
     # One flipped bit makes a 2 of a 3: a seal that does not hold comes before the number.
     if not OLDEST <= version <= FORMAT and (is_proved or not is_sealed):
         raise OtherFormat(f"manifest has format {version}, {_who_reads(version)}")
@@ -588,7 +535,8 @@ def _packed(manifest: Manifest) -> dict[str, Any]:
     return raw | ({"own": own} if own else {})
 
 
-def _seal(digest: str) -> bytes:
+def sealed_by(digest: str) -> bytes:
+    """The end of a JSON file that proves itself: the digest of all bytes before this entry."""
     return f',\n "self_digest": {json.dumps(digest)}\n}}\n'.encode("ascii")
 
 

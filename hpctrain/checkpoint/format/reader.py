@@ -337,20 +337,6 @@ class CheckpointSource:
         """All chunks, without the digests of their blocks."""
         return self._chunks.whole()
 
-    @cached_property
-    def table(self) -> ChunkTable:
-        """All chunks with the digests of all blocks, for which each shard is read a little.
-
-        Raises:
-            TornCheckpoint: see `Proofs.need`.
-            FileSystemFault: see `Proofs.need`.
-        """
-        proofs = Proofs(self.manifest, self.rows)
-        with self._files() as files:
-            for number in np.unique(self.rows.file).tolist():
-                proofs.need(files, number)
-        return self.rows
-
     @property
     def names(self) -> list[str]:
         """The tensors' names."""

@@ -29,7 +29,7 @@ from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -40,6 +40,8 @@ DTYPES: dict[str, int] = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Dtypes in safetensors' words, and the bytes of one element. Our own words are added below."""
+SAFETENSORS = frozenset(DTYPES)
+"""Dtypes that safetensors has words for."""
 _BYTES = [
     "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4_X2", *(f"INT{bits}" for bits in range(1, 8)),
     *(f"UINT{bits}" for bits in range(1, 8)),
@@ -93,6 +95,24 @@ class PieceSources(Protocol):
 
     def __getitem__(self, index: int, /) -> memoryview:
         """All bytes of one piece."""
+
+
+class OneAtATime:
+    """Pieces' bytes, each made when it is asked for and forgotten with the next.
+
+    Several threads may ask where several write a shard; each piece may then be made more than once.
+    """
+
+    def __init__(self, make: Callable[[int], memoryview]) -> None:
+        """Take what makes the bytes of a piece, given its index."""
+        self._make = make
+        self._last: tuple[int, memoryview] | None = None
+
+    def __getitem__(self, index: int, /) -> memoryview:
+        last = self._last
+        if last is None or last[0] != index:
+            self._last = last = (index, self._make(index))
+        return last[1]
 
 
 @dataclass(frozen=True)

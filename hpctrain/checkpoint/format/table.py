@@ -110,9 +110,7 @@ class ChunkTable:
 
     def rows_of(self, tensor: int) -> NDArray[np.int64]:
         """The rows of one tensor's chunks, in the order of the table."""
-        order, keys = self._by_tensor
-        low, high = np.searchsorted(keys, [tensor, tensor + 1])
-        return order[low:high]
+        return self.rows_of_all(np.array([tensor]))[0]
 
     def rows_of_all(
         self, tensors: NDArray[np.int64]
@@ -123,11 +121,7 @@ class ChunkTable:
         is int64 of shape [tensors]. Both results, rows and indices into `tensors`, are int64 of
         shape [chunks of these].
         """
-        order, keys = self._by_tensor
-        low, high = np.searchsorted(keys, [tensors, tensors + 1])
-        owner = np.repeat(np.arange(len(tensors)), high - low)
-        place = np.arange(len(owner)) - starts(high - low)[:-1][owner]
-        return order[low[owner] + place], owner
+        return of_tensors(*self._by_tensor, tensors)
 
     def rows_in(self, file: int) -> tuple[int, int]:
         """First row, and one past the last row, of one file's chunks."""
@@ -246,6 +240,19 @@ def numels(tensors: Sequence[TensorEntry]) -> NDArray[np.int64]:
     return np.array([int(np.prod(entry.shape, dtype=np.int64)) for entry in tensors], np.int64)
 
 
+def of_tensors(
+    order: NDArray[np.int64], keys: NDArray[np.int64], tensors: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return what is of many tensors, tensor after tensor, and the index in `tensors` of each.
+
+    `order` are rows or pieces by tensor, `keys` the tensor of each, ascending.
+    """
+    low, high = np.searchsorted(keys, [tensors, tensors + 1])
+    owner = np.repeat(np.arange(len(tensors)), high - low)
+    place = np.arange(len(owner)) - starts(high - low)[:-1][owner]
+    return order[low[owner] + place], owner
+
+
 def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where each begins if they lie one behind the other, and the end of the last.
 
@@ -270,8 +277,13 @@ def tiles(entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]) -> boo
     if len(rows) <= 1:
         return True
     if table.flat[rows].any():
-        begin, extent = _flat_ranges(entry, table, rows)
-        return _line_up(begin, extent)
+        shape = np.broadcast_to(np.array(entry.shape, np.int64), (len(rows), len(entry.shape)))
+        first, count, is_range = row_ranges(table, rows, shape)
+        if not is_range.all():
+            raise CheckpointError(
+                f"{entry.name} is stored as flat ranges and as boxes that are none"
+            )
+        return _line_up(first, count)
     begin, extent = table.boxes(rows)
     cut = np.flatnonzero((extent != np.array(entry.shape, np.int64)).any(axis=0))
     if len(cut) == 1:
@@ -318,23 +330,42 @@ def boxes_meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
     return bool(painted.max() > 1)
 
 
-def _flat_ranges(
-    entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return chunks as ranges of row-major elements: first, number. Refuse a box that is none."""
-    flat = table.flat[rows] == 1
+def row_ranges(
+    table: ChunkTable, rows: NDArray[np.int64], shape: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return rows as ranges of row-major elements: first, number, and whether they are ranges.
+
+    `shape` is that of each row's tensor, all with as many dimensions: int64 of shape [rows,
+    dimensions]. The results are [rows].
+    """
+    flat = table.flat[rows] > 0
+    first, count = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    is_range = np.ones(len(rows), bool)
     at = table.first_dim[rows[flat]]
-    firsts, counts = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    firsts[flat], counts[flat] = table.begin[at], table.extent[at]
-    for index in np.flatnonzero(~flat).tolist():
-        pairs = slice(table.first_dim[rows[index]], table.first_dim[rows[index] + 1])
-        span = as_range(entry.shape, table.begin[pairs].tolist(), table.extent[pairs].tolist())
-        if span is None:
-            raise CheckpointError(
-                f"{entry.name} is stored as flat ranges and as boxes that are none"
-            )
-        firsts[index], counts[index] = span
-    return firsts, counts
+    first[flat], count[flat] = table.begin[at], table.extent[at]
+    if not flat.all():
+        begin, extent = table.boxes(rows[~flat])
+        first[~flat], is_range[~flat] = place_in(begin, extent, shape[~flat])
+        count[~flat] = extent.prod(axis=1)
+    return first, count, is_range
+
+
+def place_in(
+    at: NDArray[np.int64], count: NDArray[np.int64], size: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the first element's number of boxes within larger ones, and whether they are runs.
+
+    A box is a run if all dimensions behind the first cut one are complete, and those before have
+    size 1. Arguments are [boxes, dimensions], results [boxes].
+    """
+    first, stride = np.zeros(len(at), np.int64), np.ones(len(at), np.int64)
+    run, whole = np.ones(len(at), bool), np.ones(len(at), bool)
+    for dimension in reversed(range(at.shape[1])):
+        run &= whole | (count[:, dimension] == 1)
+        first += at[:, dimension] * stride
+        whole &= count[:, dimension] == size[:, dimension]
+        stride *= size[:, dimension]
+    return first, run
 
 
 def as_range(

@@ -39,10 +39,10 @@ from hpctrain.checkpoint.format.manifest import (
     LAST_TIME,
     MAX_STEP,
     PREFIX,
-    READ_BYTES,
     bytes_digest,
     count,
     file_of,
+    sealed_by,
     shown,
 )
 from hpctrain.checkpoint.store.commit import remove_tree
@@ -57,7 +57,7 @@ from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from io import BufferedReader, FileIO
+    from io import BufferedReader
 
 
 FORMAT = 1
@@ -137,7 +137,7 @@ def parse_seal(name: str) -> int | None:
 def dump(seal: Seal) -> bytes:
     """The content of its SEAL.json."""
     body = json.dumps(asdict(seal), indent=1).removesuffix("\n}").encode("ascii")
-    return body + _end(bytes_digest(body))
+    return body + sealed_by(bytes_digest(body))
 
 
 def load(path: Path) -> Seal:
@@ -163,8 +163,8 @@ def parse(content: bytes) -> Seal:
         TornCheckpoint: see `load`.
         OtherFormat: see `load`.
     """
-    end = len(content) - len(_end(bytes_digest(b"")))
-    if end <= 0 or content[end:] != _end(bytes_digest(content[:end])):
+    end = len(content) - len(sealed_by(bytes_digest(b"")))
+    if end <= 0 or content[end:] != sealed_by(bytes_digest(content[:end])):
         raise TornCheckpoint(f"{SEAL_NAME}'s own digest does not match: it is cut or damaged")
     try:
         raw = json.loads(content.decode("ascii"))
@@ -183,10 +183,6 @@ def parse(content: bytes) -> Seal:
     except (KeyError, TypeError, ValueError) as error:
         why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise TornCheckpoint(f"{SEAL_NAME} is not as hpctrain writes it: {why}") from None
-
-
-def _end(digest: str) -> bytes:
-    return f',\n "self_digest": {json.dumps(digest)}\n}}\n'.encode("ascii")
 
 
 def _built(raw: dict[str, Any]) -> Seal:
@@ -237,6 +233,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 COPY_BYTES = 64 << 20
+READ_BYTES = 1 << 20
 _NO_RANGE = frozenset(
     {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EIO}
 )
@@ -328,9 +325,9 @@ def sealed_file(
     return SealedFile(file.name, file.size, digest, file.mtime_ns)
 
 
-def _open(path: Path) -> FileIO:
+def _open(path: Path) -> BufferedReader:
     descriptor = plain_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW)
-    return open(descriptor, "rb", buffering=0)  # noqa: PTH123 - a descriptor has no path
+    return open(descriptor, "rb")  # noqa: PTH123 - a descriptor has no path
 
 
 def digest_of(path: Path, on_bytes: Callable[[int], object] | None = None) -> str:
@@ -455,7 +452,7 @@ def proves_itself(path: Path, on_bytes: Callable[[int], object] | None = None) -
     Raises:
         OSError: it cannot be read.
     """
-    with _open_buffered(path) as file:
+    with _open(path) as file:
         return file.read(len(_ZIP)) == _ZIP and _zip_problem(file, on_bytes) is None
 
 
@@ -465,17 +462,12 @@ def cut(path: Path, on_bytes: Callable[[int], object] | None = None) -> str | No
     Raises:
         OSError: it cannot be read.
     """
-    with _open_buffered(path) as file:
+    with _open(path) as file:
         if file.read(len(_ZIP)) == _ZIP:
             return _zip_problem(file, on_bytes)
         if path.name.endswith(_SAFETENSORS):
             return _safetensors_problem(file)
     return None
-
-
-def _open_buffered(path: Path) -> BufferedReader:
-    descriptor = plain_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW)
-    return open(descriptor, "rb")  # noqa: PTH123 - a descriptor has no path
 
 
 def _zip_problem(file: BufferedReader, on_bytes: Callable[[int], object] | None) -> str | None:

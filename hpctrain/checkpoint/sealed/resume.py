@@ -19,11 +19,12 @@ from hpctrain.checkpoint.format.reader import in_threads
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import proves_itself
+from hpctrain.checkpoint.store.commit import errors_named
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import NOT_PLAIN, Patience, flush_directory, proves_absence
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.base.text import size
-from hpctrain.errors import CheckpointError, FileSystemFault, NoCheckpoint, NotWritten
+from hpctrain.errors import FileSystemFault, NoCheckpoint, NotWritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,6 @@ class Resume:
     step: int | None = None
     name: str = ""
     put_back: bool = False
-    size_bytes: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
     skipped: tuple[Skipped, ...] = ()
@@ -157,12 +157,10 @@ def _problem(
     deep: bool,
 ) -> str | None:
     digest: str | None = file.digest
-    try:
+    with errors_named(f"{place} cannot be read", FileSystemFault):
         size_now = again(lambda: _or_none(lambda: os.lstat(place).st_size))
         if deep and size_now == file.size:
             digest = again(lambda: _or_none(lambda: unit.digest_of(place, on_bytes)))
-    except OSError as error:
-        raise FileSystemFault(f"{place} cannot be read: {error}") from error
     if size_now is None or digest is None:
         return "is missing"
     if size_now != file.size:
@@ -338,7 +336,6 @@ class Choice:
             "path": path,
             "step": seal.step,
             "name": stored.name,
-            "size_bytes": seal.size,
         }
         verdict = self._verify(path, seal.files, is_folder=seal.is_folder)
         if verdict.is_whole:
@@ -377,7 +374,7 @@ class Choice:
         taken = _seal_proved(self._run, self._attempt, path, self._patience, self._reading)
         if taken is None or taken.seal is None:
             return None
-        return {"path": path, "name": taken.name, "size_bytes": taken.seal.size}
+        return {"path": path, "name": taken.name}
 
     def _verify(self, path: Path, files: Sequence[SealedFile], *, is_folder: bool) -> Verdict:
         return verify(
@@ -388,10 +385,8 @@ class Choice:
         self._aside += set_aside(path, self._attempt.number, why, step=step)
 
     def _put_back(self, copy: Path, path: Path) -> None:
-        try:
+        with errors_named(f"{path} cannot be put back from {copy}"):
             unit.put_back(copy, path, self._reading)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be put back from {copy}: {error}") from error
         log.warning("%s was put back from the run's copy of it", path)
 
     def _skip(self, stored: StoredSeal, why: str) -> None:
@@ -446,11 +441,9 @@ def _seal_proved(
     run: RunDir, attempt: Attempt, path: Path, patience: Patience, on_bytes: BytesRead
 ) -> StoredSeal | None:
     """Seal a file that its own checksums prove whole, with a copy; None where they do not."""
-    try:
+    with errors_named(f"{path} cannot be read", FileSystemFault):
         if not patience(lambda: _or_none(lambda: proves_itself(path, on_bytes))):
             return None
-    except OSError as error:
-        raise FileSystemFault(f"{path} cannot be read: {error}") from error
     plan = seals.begin(run, attempt, path, step=None, copy=True)
     try:
         sealed = [plan.seal_file(file, on_bytes) for file in plan.files]
@@ -473,11 +466,9 @@ def set_aside(path: Path, attempt: int, why: str, *, step: int | None) -> list[S
     if not os.path.lexists(path):
         return []
     aside = free_name(path, attempt)
-    try:
+    with errors_named(f"{path} is torn and cannot be set aside"):
         path.rename(aside)
         flush_directory(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path} is torn and cannot be set aside: {error}") from error
     log.warning("%s is torn (%s); it is %s now", path, why, aside.name)
     return [Skipped(step or 0, str(path), f"{why}; renamed to {aside.name}")]
 

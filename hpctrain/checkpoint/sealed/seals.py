@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed.files import FILES_NAME, SEAL_NAME, Seal
-from hpctrain.checkpoint.store.commit import describe, remove_tree
+from hpctrain.checkpoint.store.commit import describe, errors_named, remove_tree
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import ROOT, flush_directory, proves_absence
 from hpctrain.errors import (
@@ -30,7 +30,7 @@ from hpctrain.errors import (
 )
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import CheckpointSealed, PruneFailed
-from hpctrain.ledger.run.fence import publishing, run_lock
+from hpctrain.ledger.run.fence import publishing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -304,10 +304,8 @@ def sweep(run: RunDir) -> None:
                 remove_tree(run.sealed / name)
 
 
-def remove(run: RunDir, attempt: Attempt | None, stored: StoredSeal) -> None:
+def remove(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
     """Remove a seal and its copy; what it names elsewhere stays.
-
-    `attempt` is None for a person, while no attempt lives.
 
     Raises:
         CheckpointError: it cannot be removed.
@@ -315,36 +313,13 @@ def remove(run: RunDir, attempt: Attempt | None, stored: StoredSeal) -> None:
     """
     going = run.sealed / f"{DELETING}{secrets.token_hex(4)}"
     try:
-        with run_lock(run) if attempt is None else publishing(run, attempt):
+        with publishing(run, attempt):
             stored.folder.rename(going)
         remove_tree(going)
     except FileNotFoundError:  # the program's ranks and the agent both tidy up
         return
     except OSError as error:
         raise CheckpointError(f"{stored.name} cannot be removed: {error}") from error
-
-
-def remove_files(stored: StoredSeal) -> None:
-    """Remove the files that a seal names where the program has written them, and empty folders.
-
-    What lies beside them in a folder, and was not sealed, stays.
-
-    Raises:
-        CheckpointError: one of them cannot be removed.
-    """
-    if stored.seal is None:
-        return
-    path = Path(stored.seal.path)
-    root = unit.root_of(path, is_folder=stored.seal.is_folder)
-    try:
-        for file in stored.seal.files:
-            (root / file.name).unlink(missing_ok=True)
-        if stored.seal.is_folder and path.is_dir() and not path.is_symlink():
-            for folder, _, _ in os.walk(path, topdown=False):
-                with contextlib.suppress(OSError):  # something else is in it
-                    Path(folder).rmdir()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be removed: {error}") from error
 
 
 def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
@@ -354,12 +329,9 @@ def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
         CheckpointError: it cannot be renamed.
         Fenced: a newer attempt has taken the run over.
     """
-    try:
-        with publishing(run, attempt):
-            stored.folder.rename(stored.folder.with_name(stored.name + FORGOTTEN))
-            flush_directory(run.sealed)
-    except OSError as error:
-        raise CheckpointError(f"{stored.name} cannot be renamed: {error}") from error
+    with errors_named(f"{stored.name} cannot be renamed"), publishing(run, attempt):
+        stored.folder.rename(stored.folder.with_name(stored.name + FORGOTTEN))
+        flush_directory(run.sealed)
 
 
 def _superfluous(seals: Sequence[StoredSeal], keep: int) -> list[StoredSeal]:

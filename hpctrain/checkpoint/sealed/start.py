@@ -20,6 +20,7 @@ from hpctrain.checkpoint.sealed.files import proves_itself
 from hpctrain.checkpoint.sealed.patterns import parse
 from hpctrain.checkpoint.sealed.resume import Choice, Resume, refuse_lost_seals, set_aside
 from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.store.commit import errors_named
 from hpctrain.core.base.files import Patience, read_plain, replace_text
 from hpctrain.errors import CheckpointError, FileSystemFault
 from hpctrain.ledger.history.run_history import RunHistory
@@ -27,7 +28,7 @@ from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import CheckpointSetAside, ResumeChosen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpctrain.checkpoint.sealed.files import UnitFile
     from hpctrain.checkpoint.sealed.patterns import NamedPath, Pattern
@@ -251,7 +252,7 @@ def seal(
     copy = True if match.is_written_over else False if has_name_of_its_own else None
     plan = seals.begin(run, attempt, match.path, step=match.step, copy=copy)
     try:
-        if {file.name: file for file in plan.files} != _by_name(save):
+        if plan.files != save.files:
             raise CheckpointError(f"{match.path} was changed while it was registered")
         files = [plan.seal_file(file, on_bytes) for file in plan.files]
         stored = seals.commit(run, attempt, plan, files, step=match.step, by="agent")
@@ -261,13 +262,6 @@ def seal(
         seals.discard(plan)
     seals.sealed_now(run, attempt, plan, stored, settings.keep_sealed)
     return stored
-
-
-def _by_name(save: UnsealedSave) -> Mapping[str, UnitFile]:
-    return {file.name: file for file in save.files}
-
-
-log = logging.getLogger("hpctrain.checkpoint")
 
 
 def resume_at_start(
@@ -328,10 +322,8 @@ def _without_seals(run: RunDir, history: RunHistory) -> Resume | None:
 
 
 def _patiently(settings: CheckpointSettings, act: Callable[[], None]) -> None:
-    try:
+    with errors_named("checkpoints cannot be looked at", FileSystemFault):
         Patience(settings.patience_s)(act)
-    except OSError as error:
-        raise FileSystemFault(f"checkpoints cannot be looked at: {error}") from error
 
 
 def _take_in(

@@ -29,7 +29,7 @@ from hpctrain.errors import CheckpointError, NotWritten
 from hpctrain.ledger.run.fence import publishing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.layout import RankPart
@@ -53,13 +53,13 @@ def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
         CheckpointError: the step is committed already, or the directory cannot be made.
         Fenced: a newer attempt has taken the run over.
     """
-    staged = run.checkpoints / manifests.staged_name(step, attempt.number)
-    with _errors_named(f"step {step} of {run.name} cannot be staged"):
+    staged = run.checkpoints / manifests.aside_name(step, manifests.STAGED, attempt.number)
+    with errors_named(f"step {step} of {run.name} cannot be staged", NotWritten):
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         flush_directory(run.root)  # else a run's first checkpoints go with the folder's own name
         with publishing(run, attempt):
             _clear_way(run, step)
-            left = rename_away(staged, step, manifests.deleting_name) if staged.exists() else None
+            left = rename_away(staged, step, manifests.DELETING) if staged.exists() else None
             staged.mkdir()
         points.reach("stage.made", path=staged, step=step)
         if left is not None:
@@ -81,7 +81,7 @@ def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> 
     content = whole.dump()
     manifest.files = [*files, table.entry_of(content)]
     path = staged / manifests.TABLE_NAME
-    with _errors_named(f"step {manifest.step} cannot be committed"):
+    with errors_named(f"step {manifest.step} cannot be committed", NotWritten):
         points.reach("table.write", path=path, step=manifest.step, bytes=len(content))
         with path.open("xb") as file:
             file.write(content)
@@ -102,7 +102,7 @@ def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> 
         Fenced: a newer attempt has taken the run over.
     """
     step = manifest.step
-    if staged.name != manifests.staged_name(step, attempt.number):
+    if staged.name != manifests.aside_name(step, manifests.STAGED, attempt.number):
         raise CheckpointError(
             f"{staged.name} is not what attempt {attempt.number} staged for step {step}; "
             f"nothing was published"
@@ -111,7 +111,7 @@ def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> 
         manifest, attempt=attempt.number, attempt_token=attempt.token, self_digest=""
     )
     target = find.step_path(run, step)
-    with _errors_named(f"step {step} of {run.name} cannot be published"):
+    with errors_named(f"step {step} of {run.name} cannot be published", NotWritten):
         _require_complete(staged, manifest)
         manifests.dump(stamped, staged / manifests.MANIFEST_NAME)
         flush_directory(staged)
@@ -137,18 +137,18 @@ def discard(staged: Path) -> None:
     Raises:
         ValueError: the name is not that of a staged checkpoint.
     """
-    if manifests.parse_staged(staged.name) is None:
+    if manifests.parse_aside(staged.name, manifests.STAGED) is None:
         raise ValueError(f"{staged} is not a staged checkpoint")
     remove_tree(staged)
 
 
-def rename_away(path: Path, step: int, name: Callable[[int, int], str]) -> Path:
+def rename_away(path: Path, step: int, kind: str) -> Path:
     """Give a directory the first free name of its new kind, durably; the caller has the lock.
 
-    `name` is `manifest.set_aside_name` or `manifest.deleting_name`.
+    `kind` is `manifest.SET_ASIDE` or `manifest.DELETING`.
     """
     number = 1
-    while os.path.lexists(target := path.with_name(name(step, number))):
+    while os.path.lexists(target := path.with_name(manifests.aside_name(step, kind, number))):
         number += 1
     path.rename(target)
     flush_directory(path.parent)
@@ -161,7 +161,7 @@ def set_aside_locked(path: Path, step: int, reason: str) -> Path:
     The move comes first: dying after it leaves nothing that could be chosen, only the note is
     missing.
     """
-    aside = rename_away(path, step, manifests.set_aside_name)
+    aside = rename_away(path, step, manifests.SET_ASIDE)
     if aside.is_dir():
         with (aside / find.REASON_NAME).open("w") as file:
             file.write(reason + "\n")
@@ -224,11 +224,12 @@ def _committed(step: int, target: Path) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def errors_named(what: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """Raise an error of the file system as one of a checkpoint's, in words: ``<what>: <error>``."""
     try:
         yield
     except OSError as error:
-        raise NotWritten(f"{what}: {error}") from error
+        raise kind(f"{what}: {error}") from error
 
 
 def forecast(path: Path, need_bytes: int, need_files: int = 1) -> str | None:

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.core.base.files import proves_absence, read_plain
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.testing import points
-from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat, TornCheckpoint
+from hpctrain.errors import FileSystemFault, NoCheckpoint, NotFound, OtherFormat, TornCheckpoint
 from hpctrain.ledger.history.run_history import RunHistory
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def staged(run: RunDir) -> list[Staged]:
     folders = [
         Staged(*parsed, run.checkpoints / name)
         for name in _listing(run)
-        if (parsed := manifests.parse_staged(name)) is not None
+        if (parsed := manifests.parse_aside(name, manifests.STAGED)) is not None
     ]
     return sorted(folders, key=lambda one: (one.step, one.attempt), reverse=True)
 
@@ -136,9 +136,22 @@ def set_aside(run: RunDir) -> list[SetAside]:
     folders = [
         SetAside(parsed[0], run.checkpoints / name, _reason(run.checkpoints / name))
         for name in _listing(run)
-        if (parsed := manifests.parse_set_aside(name)) is not None
+        if (parsed := manifests.parse_aside(name, manifests.SET_ASIDE)) is not None
     ]
     return sorted(folders, key=lambda one: (one.step, one.path.name), reverse=True)
+
+
+def require_known(run: RunDir, wanted: Sequence[int]) -> None:
+    """Refuse a step that has no checkpoint.
+
+    Raises:
+        NotFound: with the steps that are there.
+    """
+    there = steps(run)
+    for step in wanted:
+        if step not in there:
+            listed = ", ".join(map(str, there)) or "none"
+            raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
 
 
 def look(run: RunDir, step: int, *, looks: int | None = None) -> FoundCheckpoint:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import one_line, remove_tree, rename_away
+from hpctrain.checkpoint.store.commit import errors_named, one_line, remove_tree, rename_away
 from hpctrain.core.base.files import flush_directory, read_plain, replace_text
 from hpctrain.core.testing import points
-from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
+from hpctrain.errors import CheckpointError, ChecksFailed, RunAlive
 from hpctrain.ledger.history.evaluations import Evaluations
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
+    from hpctrain.core.settings.schema import CheckpointSettings
     from hpctrain.ledger.history.run_state import LedgerState
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
@@ -59,20 +60,17 @@ def pin(run: RunDir, step: int, reason: str = "") -> bool:
     """
     path = find.step_path(run, step)
     text = one_line(reason)
-    try:
-        with run_lock(run):
-            require_known(run, [step])
-            problem = find.look(run, step).problem
-            if problem is not None:
-                raise CheckpointError(
-                    f"step {step} of {run.name} is torn and was not pinned: {problem}"
-                )
-            if carries(path) and reason_of(path) == text:
-                return False
-            # A full disk leaves no empty pin.
-            replace_text(path / PINNED_NAME, text + "\n", durable=True)
-    except OSError as error:
-        raise CheckpointError(f"step {step} of {run.name} cannot be pinned: {error}") from error
+    with errors_named(f"step {step} of {run.name} cannot be pinned"), run_lock(run):
+        find.require_known(run, [step])
+        problem = find.look(run, step).problem
+        if problem is not None:
+            raise CheckpointError(
+                f"step {step} of {run.name} is torn and was not pinned: {problem}"
+            )
+        if carries(path) and reason_of(path) == text:
+            return False
+        # A full disk leaves no empty pin.
+        replace_text(path / PINNED_NAME, text + "\n", durable=True)
     return True
 
 
@@ -83,12 +81,9 @@ def unpin(run: RunDir, step: int) -> bool:
         NotFound: there is no checkpoint of that step.
         CheckpointError: the disk refused.
     """
-    try:
-        with run_lock(run):
-            require_known(run, [step])
-            return _take_away(find.step_path(run, step))
-    except OSError as error:
-        raise CheckpointError(f"step {step} of {run.name} cannot be unpinned: {error}") from error
+    with errors_named(f"step {step} of {run.name} cannot be unpinned"), run_lock(run):
+        find.require_known(run, [step])
+        return _take_away(find.step_path(run, step))
 
 
 def pinned(run: RunDir) -> dict[int, str]:
@@ -116,19 +111,6 @@ def _take_away(path: Path) -> bool:
     (path / PINNED_NAME).unlink()
     flush_directory(path)
     return True
-
-
-def require_known(run: RunDir, steps: list[int]) -> None:
-    """Refuse a step that has no checkpoint.
-
-    Raises:
-        NotFound: with the steps that are there.
-    """
-    there = find.steps(run)
-    for step in steps:
-        if step not in there:
-            listed = ", ".join(map(str, there)) or "none"
-            raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
 
 
 def reason_of(path: Path) -> str:
@@ -228,6 +210,17 @@ class Rules:
     best_is: str = "lowest"
     """Or "highest"."""
 
+    @classmethod
+    def of(cls, settings: CheckpointSettings) -> Rules:
+        """Those of a run's settings."""
+        return cls(
+            settings.keep_last,
+            settings.keep_every,
+            settings.keep_best,
+            settings.best_metric,
+            settings.best_is,
+        )
+
     def __post_init__(self) -> None:
         least = {"keep_last": 1, "keep_every": 0, "keep_best": 0}
         for name, lowest in least.items():
@@ -304,12 +297,8 @@ def best_of(rows: Iterable[CheckpointRow], rules: Rules) -> list[int]:
 
 def prune(
     run: RunDir,
+    rules: Rules,
     *,
-    keep_last: int,
-    keep_every: int = 0,
-    keep_best: int = 0,
-    best_metric: str = "",
-    best_is: str = "lowest",
     protect: Collection[int] = (),
     attempt: Attempt | None = None,
     idle: LedgerState | None = None,
@@ -317,7 +306,7 @@ def prune(
     committed: int | None = None,
     evaluations: Evaluations = NO_EVALUATIONS,
 ) -> list[int]:
-    """Delete what need not be kept, and return its steps. The rules are those of `Rules`.
+    """Delete what need not be kept, and return its steps.
 
     Rank 0 calls it after a commit, when every rank has long loaded; then nothing is in use. For a
     person (`attempt` is None), what a live attempt may be using is protected: see `in_use`.
@@ -331,10 +320,9 @@ def prune(
         Fenced: a newer attempt has taken the run over; nothing was deleted.
         CheckpointError: the disk refused.
     """
-    rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
     rows_by_step = {} if rows_by_step is None else rows_by_step
-    enough = None if keep_best else keep_last
-    try:
+    enough = None if rules.keep_best else rules.keep_last
+    with errors_named(f"checkpoints of {run.name} cannot be pruned"):
         _looked_at(run, enough, rows_by_step, committed)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
             used = set() if attempt is not None else _used_steps(run, idle)
@@ -345,8 +333,6 @@ def prune(
             renamed = dict(zip(going, _renamed(run, going), strict=True))
             going = _given_back(run, renamed)
         _remove(renamed[step] for step in going)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be pruned: {error}") from error
     for step in going:
         rows_by_step.pop(step, None)
     return going
@@ -364,12 +350,10 @@ def plan(
     Raises:
         CheckpointError: the disk refused.
     """
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be read"):
         rows = _with_metrics(_looked_at(run, None, {}), evaluations)
         kept = why_kept(rows, rules, _used_steps(run, idle), evaluations.awaited)
         return [KeepDecision(row, kept[row.step], size_of(run, row.step)) for row in rows]
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be read: {error}") from error
 
 
 def remove(
@@ -392,7 +376,7 @@ def remove(
         CheckpointError: the disk refused.
     """
     going = sorted(set(steps))
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be deleted"):
         with run_lock(run):
             refuse(run, going, force=force, idle=idle, evaluations=evaluations)
             # Before the rename: dying in between must not leave a pin on what no sweep may take.
@@ -400,8 +384,6 @@ def remove(
                 _take_away(find.step_path(run, step))
             renamed = _renamed(run, going)
         _remove(renamed)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be deleted: {error}") from error
     return going
 
 
@@ -418,7 +400,7 @@ def refuse(
     Raises:
         HpctrainError: see `remove`.
     """
-    require_known(run, sorted(steps))
+    find.require_known(run, sorted(steps))
     look_anew(*(find.step_path(run, step) for step in steps))
     usage = in_use(RunHistory.read(run), idle)
     for step in sorted(steps):
@@ -471,11 +453,8 @@ def bar(run: RunDir, attempt: Attempt) -> list[str]:
         Fenced: a newer attempt has taken the run over; nothing was taken away.
         CheckpointError: the disk refused.
     """
-    try:
-        with publishing(run, attempt):
-            return _barred(run, attempt)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
+    with errors_named(f"checkpoints of {run.name} cannot be swept"), publishing(run, attempt):
+        return _barred(run, attempt)
 
 
 def sweep(run: RunDir, attempt: Attempt) -> list[str]:
@@ -487,14 +466,12 @@ def sweep(run: RunDir, attempt: Attempt) -> list[str]:
         Fenced: a newer attempt has taken the run over; nothing was removed.
         CheckpointError: the disk refused.
     """
-    try:
+    with errors_named(f"checkpoints of {run.name} cannot be swept"):
         with publishing(run, attempt):
             half_deleted = [path.name for path in _half_deleted(run)]
             barred = _barred(run, attempt)
             going = _half_deleted(run)
         _remove(going)
-    except OSError as error:
-        raise CheckpointError(f"checkpoints of {run.name} cannot be swept: {error}") from error
     return half_deleted + barred
 
 
@@ -505,7 +482,7 @@ def _barred(run: RunDir, attempt: Attempt) -> list[str]:
     for step in left:
         # None may be gone meanwhile: its writer has committed it, or taken it back.
         with contextlib.suppress(FileNotFoundError):
-            rename_away(step.path, step.step, manifest.deleting_name)
+            rename_away(step.path, step.step, manifest.DELETING)
     return [one.path.name for one in left]
 
 
@@ -566,7 +543,7 @@ def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:
     for step in steps:
         path = find.step_path(run, step)
         points.reach("prune.rename", path=path, step=step)
-        renamed.append(rename_away(path, step, manifest.deleting_name))
+        renamed.append(rename_away(path, step, manifest.DELETING))
     return renamed
 
 
@@ -584,5 +561,5 @@ def _half_deleted(run: RunDir) -> list[Path]:
     return [
         path
         for path in run.checkpoints.iterdir()
-        if manifest.parse_deleting(path.name) is not None and not carries(path)
+        if manifest.parse_aside(path.name, manifest.DELETING) is not None and not carries(path)
     ]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpctrain.checkpoint.format.manifest import BLOCKS_PREFIX, TABLE_NAME, block_digest, file_digest
+from hpctrain.checkpoint.format.manifest import TABLE_NAME, block_digest
 from hpctrain.checkpoint.format.reader import (
     ChunkFiles,
     Proofs,
@@ -24,9 +25,10 @@ from hpctrain.checkpoint.format.reader import (
 )
 from hpctrain.checkpoint.format.shard import proof, proof_bytes, proof_digest
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import set_aside_locked
+from hpctrain.checkpoint.store.commit import errors_named, set_aside_locked
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
-from hpctrain.ledger.run.fence import publishing, run_lock
+from hpctrain.ledger.run.event_types import CheckpointSetAside
+from hpctrain.ledger.run.fence import publishing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.table import ChunkTable
     from hpctrain.checkpoint.store.find import FoundCheckpoint
+    from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
 
@@ -46,7 +49,6 @@ SHOWN = 3
 
 def verify(
     checkpoint: FoundCheckpoint,
-    files: Sequence[str] | None = None,
     *,
     threads: int = 1,
     on_bytes: Callable[[int], object] | None = None,
@@ -55,27 +57,25 @@ def verify(
 ) -> list[str]:
     """Return what is wrong with a checkpoint: one line per damage, with file, tensor and place.
 
-    `files` limits the files to look at; the chunk table is always read. Without `deep`, check what
-    is small: manifest, chunk table, cover of every tensor, sizes of all files. `threads` read at a
-    time, a large file together, and call `on_bytes`. `unreadable` takes a line for each place that
-    the file system refused, which is no damage.
+    Without `deep`, check what is small: manifest, chunk table, cover of every tensor, sizes of all
+    files. `threads` read at a time, a large file together, and call `on_bytes`. `unreadable` takes
+    a line for each place that the file system refused, which is no damage.
 
     Raises:
         FileSystemFault: such a place, where no list takes it.
     """
     refused: list[str] = []
     try:
-        problems, chunks = _small(checkpoint, files, deep=deep)
+        problems, chunks = _small(checkpoint, deep=deep)
     except FileSystemFault as error:
         problems, chunks = [], None
         refused.append(str(error))
     if deep and chunks is not None and checkpoint.manifest is not None:
-        names = [entry.name for entry in checkpoint.manifest.files]
-        numbers = [
-            number
-            for number, name in enumerate(names)
-            if (files is None or name in files) and not _names(problems, name)
-        ]
+        files = checkpoint.manifest.files
+        # All but the chunk table, which is read and proved by now.
+        numbers = [n for n in sorted(chunks.file.tolist()) if not _names(problems, files[n].name)]
+        if on_bytes is not None:
+            on_bytes(sum(entry.size for entry in files if entry.name == TABLE_NAME))
         scrub = _Scrub(checkpoint.path, checkpoint.manifest, chunks, on_bytes, {}, {})
         in_threads(scrub.tasks(numbers), threads, scrub.work)
         problems += scrub.lines()
@@ -87,23 +87,16 @@ def verify(
     return problems
 
 
-def _small(
-    checkpoint: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
-) -> tuple[list[str], ChunkIndex | None]:
+def _small(checkpoint: FoundCheckpoint, *, deep: bool) -> tuple[list[str], ChunkIndex | None]:
     """Return what is wrong with all that is small; and the chunk table, if it is right."""
     if checkpoint.doubt is not None:
         raise FileSystemFault(checkpoint.problem)
     manifest = checkpoint.manifest
     if manifest is None:
         return [checkpoint.problem or "manifest is missing"], None
-    names = [entry.name for entry in manifest.files]
-    wanted = set(names) if files is None else set(files)
-    problems = [f"{name} is not in the manifest" for name in sorted(wanted.difference(names))]
-    sizes = find.size_problems(
-        checkpoint.path, [entry for entry in manifest.files if entry.name in wanted]
-    )
-    problems += sizes
-    if files is None and checkpoint.problem is not None and not sizes:
+    sizes = find.size_problems(checkpoint.path, manifest.files)
+    problems = list(sizes)
+    if checkpoint.problem is not None and not sizes:
         problems.append(checkpoint.problem)  # e.g. it lies under another step's name
     try:
         chunks = open_chunks(checkpoint.path, manifest)
@@ -116,22 +109,35 @@ def _small(
     return problems, chunks
 
 
-def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt | None) -> Path:
+def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt) -> Path:
     """Move a damaged checkpoint away; return where it lies then.
 
-    `reason` is one line, kept in its `SET-ASIDE.txt`. `attempt` is None for a person at the login
-    node.
+    `reason` is one line, kept in its `SET-ASIDE.txt`.
 
     Raises:
         Fenced: a newer attempt has taken the run over.
         CheckpointError: it is gone, or cannot be renamed.
     """
     path = find.step_path(run, step)
-    try:
-        with run_lock(run) if attempt is None else publishing(run, attempt):
-            return set_aside_locked(path, step, reason)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be set aside: {error}") from error
+    with errors_named(f"{path} cannot be set aside"), publishing(run, attempt):
+        return set_aside_locked(path, step, reason)
+
+
+def set_newer_aside(
+    run: RunDir, limit: int, reason: str, attempt: Attempt, record: Callable[[LedgerFact], object]
+) -> None:
+    """Move checkpoints with more updates away, so that their steps can be saved anew.
+
+    `record` takes the event of each. Nothing is deleted.
+
+    Raises:
+        HpctrainError: see `set_aside`.
+    """
+    for step in find.steps(run):
+        if step > limit:
+            set_aside(run, step, reason, attempt)
+            name = find.step_path(run, step).name
+            record(CheckpointSetAside(step=step, name=name, reason=reason))
 
 
 class _Task(NamedTuple):
@@ -139,7 +145,7 @@ class _Task(NamedTuple):
 
     file: int
     table: ChunkTable
-    """At least the file's chunks."""
+    """The file's chunks."""
     edges: NDArray[np.int64]
     """Where each block begins, and where the last one ends."""
     rows: NDArray[np.int64]
@@ -166,23 +172,21 @@ class _Scrub:
         none = np.zeros(0, np.int64)
         with ChunkFiles(self.path, self.manifest) as files:
             for number in numbers:
-                table = self._rows(files, number)
-                if table is not None:
+                table = self.chunks.of_file(number)
+                proofs = Proofs(self.manifest, table)
+                if self._noted(number, 0, partial(proofs.need, files, number)) is not None:
                     yield _Task(number, table, none, none, none)
                     yield from self._block_tasks(number, table)
 
-    def _rows(self, files: ChunkFiles, number: int) -> ChunkTable | None:
-        """Return one file's chunks with digests; None if what proves them is damaged."""
-        table = self.chunks.of_file(number)
+    def _noted(self, file: int, place: int, read: Callable[[], int]) -> int | None:
+        """Return how many bytes were read; note damage or a refusal, and return None."""
         try:
-            Proofs(self.manifest, table).need(files, number)
+            return read()
         except FileSystemFault as error:
-            self.refused[number] = str(error)
-            return None
+            self.refused[file] = str(error)
         except TornCheckpoint as error:
-            self.damaged[number, 0] = str(error)
-            return None
-        return table
+            self.damaged[file, place] = str(error)
+        return None
 
     def work(self, tasks: Iterator[_Task]) -> int:
         """Do tasks as long as there are any; returns how many bytes were read."""
@@ -191,26 +195,14 @@ class _Scrub:
             for task in tasks:
                 if task.file in self.refused:
                     continue
-                try:
-                    count = self._check(files, task)
-                except FileSystemFault as error:
-                    self.refused[task.file] = str(error)
-                    continue
-                except TornCheckpoint as error:
-                    place = int(task.edges[0]) if len(task.edges) else 0
-                    self.damaged[task.file, place] = str(error)
-                    continue
-                total += count
-                if self.on_bytes is not None:
-                    self.on_bytes(count)
+                place = int(task.edges[0]) if len(task.edges) else 0
+                check = self._blocks if len(task.edges) else self._header
+                count = self._noted(task.file, place, partial(check, files, task))
+                if count is not None:
+                    total += count
+                    if self.on_bytes is not None:
+                        self.on_bytes(count)
         return total
-
-    def _check(self, files: ChunkFiles, task: _Task) -> int:
-        if len(task.rows):
-            return self._blocks(files, task)
-        if self.manifest.files[task.file].digest.startswith(BLOCKS_PREFIX):
-            return self._header(files, task.file, task.table)
-        return self._whole(task.file)
 
     def lines(self) -> list[str]:
         """What was found, in the order of the files; a file with much damage is cut short."""
@@ -227,14 +219,12 @@ class _Scrub:
         return lines
 
     def _block_tasks(self, number: int, table: ChunkTable) -> Iterator[_Task]:
-        low, high = table.rows_in(number)
-        if low == high:
+        if not len(table):
             return
         size = table.block_bytes
-        firsts = table.first_block[low : high + 1]
-        rows = np.repeat(np.arange(low, high), np.diff(firsts))
-        blocks = np.arange(firsts[0], firsts[-1]) - table.first_block[rows]
-        end = table.offset[high - 1] + table.nbytes[high - 1]
+        rows = np.repeat(np.arange(len(table)), np.diff(table.first_block))
+        blocks = np.arange(len(rows)) - table.first_block[rows]
+        end = table.offset[-1] + table.nbytes[-1]
         edges = np.append(table.offset[rows] + blocks * size, end)
         window, at = window_blocks(size) * size, 0
         while at < len(rows):
@@ -242,34 +232,20 @@ class _Scrub:
             yield _Task(number, table, edges[at : to + 1], rows[at:to], blocks[at:to])
             at = to
 
-    def _header(self, files: ChunkFiles, number: int, table: ChunkTable) -> int:
+    def _header(self, files: ChunkFiles, task: _Task) -> int:
         """What stands before the first chunk, proved by the file's digest of it and all blocks."""
-        entry = self.manifest.files[number]
-        low, high = table.rows_in(number)
-        end = int(table.offset[low]) if low < high else entry.size
+        entry, table = self.manifest.files[task.file], task.table
+        end = int(table.offset[0]) if len(table) else entry.size
         head = bytearray(end)
-        files.read(number, [memoryview(head)], 0)
-        first, last = table.first_block[[low, high]]
-        digest = proof_digest(proof(bytes(head), table.digests[first:last]))
+        files.read(task.file, [memoryview(head)], 0)
+        digest = proof_digest(proof(bytes(head), table.digests))
         if digest != entry.digest:
             raise TornCheckpoint(
                 f"{entry.name}: header [0:{end}]: digest of the file {digest}, "
                 f"manifest says {entry.digest} (damaged bytes)"
             )
         # The file's own digests were read and proved before any block of it.
-        return end + proof_bytes(int(last - first))
-
-    def _whole(self, number: int) -> int:
-        entry = self.manifest.files[number]
-        try:
-            digest = file_digest(self.path / entry.name)
-        except OSError as error:
-            raise FileSystemFault(f"shard {entry.name} cannot be read: {error}") from error
-        if digest != entry.digest:
-            raise TornCheckpoint(
-                f"{entry.name}: digest {digest}, manifest says {entry.digest} (damaged bytes)"
-            )
-        return entry.size
+        return end + proof_bytes(len(table.digests))
 
     def _blocks(self, files: ChunkFiles, task: _Task) -> int:
         begin = int(task.edges[0])

@@ -11,9 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.errors import CheckpointError
 
@@ -29,6 +28,9 @@ RESERVE_BYTES = 1 << 30
 """Room that is left to everybody else, or a twentieth of the limit where that is less."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_2 = ("memory.max", "memory.current", "")
+CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+"""Files of a memory cgroup's limit and use, and how the counts in its memory.stat begin."""
 
 
 def aligned(nbytes: int) -> int:
@@ -140,12 +142,6 @@ class Arena:
             if fd is not None:
                 os.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def room() -> Room:
     """The memory that can still be taken, by the tightest of all limits that are in force."""
@@ -192,50 +188,33 @@ def _host_room() -> Room:
     return Room(free - _reserve(total), f"MemAvailable in {path}")
 
 
-@dataclass(frozen=True)
-class _Files:
-    """What the files of a memory cgroup are called."""
-
-    base: Path
-    limit: str
-    used: str
-    reclaimable: tuple[str, ...]
-    """In its memory.stat: page cache, which the kernel drops rather than kill."""
-
-
 def _cgroup_rooms() -> Iterator[Room]:
     for line in (PROC / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            files = _Files(
-                CGROUPS, "memory.max", "memory.current", ("inactive_file", "active_file")
-            )
+            base, names = CGROUPS, CGROUP_2
         elif "memory" in controllers.split(","):
-            files = _Files(
-                CGROUPS / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                ("total_inactive_file", "total_active_file"),
-            )
+            base, names = CGROUPS / "memory", CGROUP_1
         else:
             continue
         # A container may have its path on the host, which is not there, and see its own as root.
-        own = files.base / path.lstrip("/")
+        own = base / path.lstrip("/")
         for level in (own, *own.parents):
-            if level.is_relative_to(files.base) and (left := _level_room(level, files)):
+            if level.is_relative_to(base) and (left := _level_room(level, *names)):
                 yield left
 
 
-def _level_room(level: Path, files: _Files) -> Room | None:
+def _level_room(level: Path, limit_file: str, used_file: str, prefix: str) -> Room | None:
     try:
-        limit = (level / files.limit).read_text().strip()
-        used = int((level / files.used).read_text())
+        limit = (level / limit_file).read_text().strip()
+        used = int((level / used_file).read_text())
         stat = (level / "memory.stat").read_text()
     except FileNotFoundError:  # the root of all cgroups, or no memory controller here
         return None
     if limit == "max":
         return None
     counts = dict(line.split() for line in stat.splitlines())
-    spare = sum(int(counts.get(name, 0)) for name in files.reclaimable)
+    # Page cache, which the kernel drops rather than kill.
+    spare = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     left = int(limit) - used + spare - _reserve(int(limit))
-    return Room(left, f"{files.limit} of {level}")
+    return Room(left, f"{limit_file} of {level}")

@@ -79,14 +79,12 @@ class State:
             tensor is on every rank, and a DTensor or a flat range on those of its mesh alone.
             A number beyond the last is that of a copy which is read, and never written.
         elsewhere: Names of the program's that other ranks hold and this one does not.
-        steady: Names of shared ones that change in the optimizer's step alone.
     """
 
     shared: dict[str, torch.Tensor | Flat] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
-    steady: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ class Part:
 
     @functools.cached_property
     def view(self) -> torch.Tensor:
-        """Its elements, contiguous in memory; see `cut`."""
-        return cut(self.box, self.piece)
+        """Its elements, contiguous; a copy only where the box is not."""
+        return view_of(self.box, self.piece).contiguous()
 
 
 def held(state: State, world: World) -> list[Held]:
@@ -196,11 +194,6 @@ def view_of(box: Held, piece: ShardPiece) -> torch.Tensor:
         if extent != box.piece.extent[dimension]:
             local = local.narrow(dimension, begin - box.piece.begin[dimension], extent)
     return local
-
-
-def cut(box: Held, piece: ShardPiece) -> torch.Tensor:
-    """The same; contiguous, and a copy only where the box is not."""
-    return view_of(box, piece).contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

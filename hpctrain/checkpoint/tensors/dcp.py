@@ -84,10 +84,7 @@ class Writer(StorageWriter):
         """
         if not is_coordinator:
             return
-        if self._path.exists():
-            raise CheckpointError(
-                f"{self._path} is there already; a checkpoint is never overwritten"
-            )
+        self._require_free()
         shutil.rmtree(self._staged, ignore_errors=True)
         self._staged.mkdir(parents=True)
 
@@ -143,12 +140,15 @@ class Writer(StorageWriter):
         commit.write_table(self._staged, manifest, [part for part, _ in answers])
         manifests.dump(manifest, self._staged / manifests.MANIFEST_NAME)
         flush_directory(self._staged)
+        self._require_free()
+        self._staged.rename(self._path)
+        flush_directory(self._path.parent)
+
+    def _require_free(self) -> None:
         if self._path.exists():
             raise CheckpointError(
                 f"{self._path} is there already; a checkpoint is never overwritten"
             )
-        self._staged.rename(self._path)
-        flush_directory(self._path.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

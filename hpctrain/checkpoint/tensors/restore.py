@@ -343,7 +343,7 @@ def _try(
         raise CheckpointError(f"{candidate.path} is whole but does not fit this program: {misfit}")
     if filling is not None and not torn:
         filling.finish()
-        differ = next(filter(None, gather(world, filling.unlike())), "")
+        differ = next(filter(None, gather(world, filling.unlike)), "")
         if differ:
             raise CheckpointError(f"{candidate.path} does not fit this program: {differ}")
     return count, torn
@@ -400,7 +400,7 @@ def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
     everyone = tuple(range(world.world_size))
     shared: dict[tuple[int, ...], _Shared] = {}
     for box in boxes:
-        if box.replicas == world.world_size and _is_plain(box):
+        if box.replicas == world.world_size and box.piece.extent == box.piece.shape:
             ranks, group = everyone, None
         else:
             group = sharers(state.shared[box.piece.name]) if box.replicas > 1 else None
@@ -416,6 +416,9 @@ class _Filling:
 
     `read` proves all that this rank reads and touches nothing of value. `finish` (collective, once
     all ranks have read) puts it into place and hands out what was read once.
+
+    Attributes:
+        unlike: Names of one memory that had different values in the checkpoint; "" for none.
     """
 
     def __init__(self, world: World, wanted: Wanted, *, arena: Arena | None) -> None:
@@ -424,7 +427,7 @@ class _Filling:
         self._arena = arena
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         state, self._ties = _untied(wanted.state)
-        self._unlike = ""
+        self.unlike = ""
         boxes = [box for box in held(state, world) if box.piece.nbytes]
         shares = world.is_distributed and world.world_size > 1
         self._shared = _shared(boxes, state, world) if shares else []
@@ -471,7 +474,7 @@ class _Filling:
             named = [piece, replace(piece, name=name)]
             count += source.read([Target(p, bytes_of(b)) for p, b in zip(named, both, strict=True)])
             if not torch.equal(*both):
-                self._unlike = (
+                self.unlike = (
                     f"{name} and {piece.name} are one tensor in the program and have different "
                     "values in the checkpoint; resume with a program in which they are not tied"
                 )
@@ -485,10 +488,6 @@ class _Filling:
             for rank in among.ranks:
                 views = [view_of(box, piece) for box, piece in among.parts_of(rank)]
                 _broadcast_views(views, rank, self._world, among.group)
-
-    def unlike(self) -> str:
-        """Say which names of one memory had different values in the checkpoint; "" for none."""
-        return self._unlike
 
     def _stage(self, jobs: Sequence[tuple[torch.Tensor, ShardPiece]]) -> list[Target]:
         """Host memory to read into: of the arena while it lasts, whose pages are warm, else new."""
@@ -558,11 +557,6 @@ def _progress(name: str, total: int) -> Callable[[int], None]:
             log.info("%s", meter.text(now))
 
     return tell
-
-
-def _is_plain(box: Held) -> bool:
-    """Whether the box is the tensor itself, on every rank in the same order."""
-    return box.piece.extent == box.piece.shape
 
 
 def _batches(
@@ -668,8 +662,5 @@ def _give_up(run: RunDir, attempt: Attempt, damaged: Skipped) -> None:
 
 
 def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
-    """So that their steps can be saved anew; nothing is deleted."""
-    for newer in find.steps(run):
-        if newer > step:
-            name, why = find.step_path(run, newer).name, f"newer than `resume --from {step}`"
-            _give_up(run, attempt, Skipped(newer, name, why))
+    append = functools.partial(ledger.append, run, attempt=attempt.number)
+    verify.set_newer_aside(run, step, f"newer than `resume --from {step}`", attempt, append)

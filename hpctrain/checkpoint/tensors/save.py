@@ -28,8 +28,8 @@ from hpctrain.checkpoint.format.layout import NO_KEY, RankPart, part_of, placed
 from hpctrain.checkpoint.format.manifest import step_name
 from hpctrain.checkpoint.store import commit
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
-from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, parts_to_write
-from hpctrain.checkpoint.tensors.device_copy import CopyTorn, HostCopies, PageLocked, copy_to_host
+from hpctrain.checkpoint.tensors.boxes import bytes_of, held, parts_to_write
+from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.writer import ShardWriter
 from hpctrain.checkpoint.tensors.writer_process import WriteRequest
 from hpctrain.core.base import clock
@@ -38,7 +38,7 @@ from hpctrain.core.world import apart, gather_on_0, on_rank_0, one_line
 from hpctrain.errors import CheckpointError, ControlLost, HpctrainError, NotWritten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import Manifest
@@ -95,8 +95,11 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
     pieces = [part.piece for part in parts]
     options = _write_options(place.settings, manifest)
 
+    # What lies on a device is copied part by part.
+    sources = shard.OneAtATime(lambda index: bytes_of(parts[index].view.cpu()))
+
     def write(path: Path) -> ShardReport:
-        return shard.write(path, pieces, _Sources(parts), step=manifest.step, **options)
+        return shard.write(path, pieces, sources, step=manifest.step, **options)
 
     return commit_together(place, world, manifest, pieces=pieces, write=write, started=started)
 
@@ -212,26 +215,6 @@ def _state_digest(parts: Sequence[RankPart]) -> str:
     return hasher.hexdigest()
 
 
-class _Sources:
-    """The bytes of each part, made when asked for: what lies on a device is copied then."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self._last: tuple[int, torch.Tensor] | None = None
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: int) -> memoryview:
-        view = self._parts[index].view
-        if view.device.type == "cpu":
-            return bytes_of(view)
-        last = self._last  # once: several threads ask where a shard is written by several
-        if last is None or last[0] != index:
-            self._last = last = (index, view.cpu())
-        return bytes_of(last[1])
-
-
 GRACE_S = 120.0
 """Beyond `checkpoint.timeout_s`, by which every rank's writer has answered or is given up."""
 
@@ -277,9 +260,7 @@ class Saver:
         self._after = after
         self._arena = Arena()
         self._locked = PageLocked()
-        self._writer = ShardWriter(at_once=False)
-        self._copies = HostCopies()
-        self._copies_at_once = not place.settings.overlap_copy
+        self._writer = ShardWriter()
         self._flight: _Flight | None = None
         self._preparing: threading.Thread | None = None
 
@@ -343,8 +324,7 @@ class Saver:
         as too little memory for the copy, fails the save on all of them: see `land`.
 
         Args:
-            state: This rank's tensors; they may change when this returns, the steady ones when
-                `before_update` has been called.
+            state: This rank's tensors; they may change when this returns.
             manifest: Everything but files and tensors, which are filled in later.
             started: `time.monotonic()` when training began to wait, if that was earlier.
 
@@ -359,8 +339,8 @@ class Saver:
             self._preparing.join()
         try:
             self._writer.ready()
-            offsets = self._copy(parts, manifest.step, self._steady(state))
-            write = self._writing(flight, parts, offsets, manifest)
+            offsets, copied = self._copy(parts, manifest.step)
+            write = self._writing(flight, parts, offsets, copied, manifest)
         except (CheckpointError, OSError, RuntimeError) as error:  # torch finds no memory, too
             write = _failing(error)
         flight.stall_s = clock.monotonic() - flight.began
@@ -375,13 +355,21 @@ class Saver:
         return flight.stall_s
 
     def _writing(
-        self, flight: _Flight, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
+        self,
+        flight: _Flight,
+        parts: Sequence[Part],
+        offsets: Sequence[int],
+        copied: torch.Event | None,
+        manifest: Manifest,
     ) -> Callable[[Path], ShardReport]:
         """What has the writer process write the arena's copy of these parts."""
-        copies = self._copies
 
         def write(path: Path) -> ShardReport:
-            self._await_copies(flight, copies)
+            if copied is not None:  # in the save's thread: then the stall is known
+                copied.synchronize()
+                flight.stall_s = clock.monotonic() - flight.began
+            if flight.is_given_up:
+                raise CheckpointError("the shard was not written: it was abandoned")
             request = WriteRequest(
                 path=path,
                 pieces=[part.piece for part in parts],
@@ -391,26 +379,9 @@ class Saver:
                 **_write_options(self._place.settings, manifest),
             )
             self._writer.begin(request, self._arena)
-            report = self._writer.wait(self._place.settings.timeout_s)
-            copies.prove()
-            return report
+            return self._writer.wait(self._place.settings.timeout_s)
 
-        def write_if_of_one_moment(path: Path) -> ShardReport:
-            try:
-                return write(path)
-            except CopyTorn:  # who changes weights beside their copy once will do so again
-                self._copies_at_once = True
-                raise
-
-        return write_if_of_one_moment
-
-    def _await_copies(self, flight: _Flight, copies: HostCopies) -> None:
-        """In the save's thread: then the arena holds the state, and the stall is known."""
-        if copies.wait():
-            flight.stall_s = clock.monotonic() - flight.began
-        flight.stall_s += copies.held_s
-        if flight.is_given_up:
-            raise CheckpointError("the shard was not written: it was abandoned")
+        return write
 
     def _behind(
         self,
@@ -447,44 +418,24 @@ class Saver:
         if saved is not None and self._after is not None and self._world.rank == 0:
             self._after(saved)
 
-    def _copy(
-        self, parts: list[Part], step: int, steady: Mapping[str, torch.Tensor]
-    ) -> tuple[int, ...]:
+    def _copy(self, parts: list[Part], step: int) -> tuple[tuple[int, ...], torch.Event | None]:
+        """Where each part goes in the arena, and what to wait for before it is there."""
         offsets, size = _layout(parts)
         self._reserve(size)
         points.reach("arena.copy", step=step, rank=self._world.rank)
         if not size:
-            return offsets
+            return offsets, None
         whole = torch.frombuffer(self._arena.view(0, size), dtype=torch.uint8)
         lengths = [part.piece.nbytes for part in parts]
         # All in one call: one for each part takes milliseconds.
         cuts = [n for length in lengths for n in (length, aligned(length) - length)]
-        pieces = torch.split(whole, cuts)
-        sources, targets, watched = [], [], []
-        for part, length, target in zip(parts, lengths, pieces[::2], strict=True):
-            if length:
-                targets.append(target)
-                sources.append(part.view.reshape(-1))
-                watched.append(steady.get(part.piece.name))
-        self._copies = copy_to_host(targets, sources, watched, step=step)
-        return offsets
-
-    def _steady(self, state: State) -> dict[str, torch.Tensor]:
-        """What changes in the optimizer's step alone, and is copied until then."""
-        if self._copies_at_once:
-            return {}
-        shared = ((name, state.shared[name]) for name in state.steady)
-        steady = ((name, t.local if isinstance(t, Flat) else t) for name, t in shared)
-        return {name: t for name, t in steady if not t.is_inference()}  # these count no changes
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether `before_update` is to be called before the next change."""
-        return self._copies.is_awaited
-
-    def before_update(self) -> None:
-        """The optimizer is about to change what may still be copied. Not collective."""
-        self._copies.hold()
+        pieces = torch.split(whole, cuts)[::2]
+        filled = [
+            (target, part.view.reshape(-1))
+            for part, target in zip(parts, pieces, strict=True)
+            if part.piece.nbytes
+        ]
+        return offsets, copy_to_host([row[0] for row in filled], [row[1] for row in filled])
 
     def peek(self) -> Outcome | None:
         """How the save in flight ended, if it has; it stays to be landed. Not collective."""

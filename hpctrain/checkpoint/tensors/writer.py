@@ -20,7 +20,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -81,15 +81,8 @@ class ShardWriter:
     In a process that was forked from the rank it does nothing: it is the rank's.
     """
 
-    def __init__(self, *, at_once: bool = True) -> None:
-        """Start the process; it is ready about 0.2 s later, and `begin` does not wait for that.
-
-        Without `at_once`, `ready` starts it.
-
-        Raises:
-            CheckpointError: it cannot be started.
-            RuntimeError: this is not the main thread; the process would die with its thread.
-        """
+    def __init__(self) -> None:
+        """Start nothing yet: see `ready`."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
@@ -97,8 +90,7 @@ class ShardWriter:
         self._abandoned = False
         self._closed = False
         self._left: list[subprocess.Popen[bytes]] = []
-        _require_main_thread()
-        self._process: _Process | None = _Process() if at_once else None
+        self._process: _Process | None = None
 
     @property
     def pid(self) -> int | None:
@@ -108,6 +100,8 @@ class ShardWriter:
 
     def ready(self) -> None:
         """Have a process there; on the main thread, before another thread calls `begin`.
+
+        It takes requests about 0.2 s later, for which `begin` does not wait.
 
         Raises:
             CheckpointError: it cannot be started.
@@ -124,16 +118,22 @@ class ShardWriter:
         """Have a shard written; returns at once. The arena's bytes must stay until `wait` returns.
 
         Raises:
-            CheckpointError: no process can be started; or the process has died and this is not the
-                main thread, which alone can start another.
+            CheckpointError: there is no process, or it has died; `ready` starts another.
             RuntimeError: a request is in flight, or the writer is closed.
         """
         self._require_free()
         with self._lock:
+            process = self._process
+            if process is None or process.dead():
+                self._end()
+                raise CheckpointError(
+                    f"{request.path} was not written: its writer process has died; "
+                    "the next save gets a new one"
+                )
             self._abandoned = False
             self._number += 1
             try:
-                self._send(request, arena)
+                process.send(self._number, request, arena)
             except BaseException as error:  # it may have been sent: its answer must not come
                 self._end()
                 if not isinstance(error, OSError):
@@ -142,17 +142,6 @@ class ShardWriter:
                     f"{request.path} cannot be handed to the process that writes it: {error}"
                 ) from error
             self._pending = request
-
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread waits just now
-        try:
-            if self._pending is None or self._process is None:
-                return True
-            return self._process.readable(0) or self._process.dead()
-        finally:
-            self._lock.release()
 
     def wait(self, timeout_s: float) -> ShardReport:
         """Wait for the shard that was begun; other threads of the rank run meanwhile.
@@ -202,34 +191,11 @@ class ShardWriter:
             self._end()
             self._pending = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _require_free(self) -> None:
         if self._pending is not None:
             raise RuntimeError(f"{self._pending.path} is still being written")
         if self._closed or os.getpid() != self._owner:
             raise RuntimeError("the writer is closed, or another process's")
-
-    def _send(self, request: WriteRequest, arena: Arena) -> None:
-        if self._process is not None and not self._process.dead():
-            try:
-                self._process.send(self._number, request, arena)
-            except ConnectionError:
-                self._end()  # it died between the look and the request: once more, to a new one
-            else:
-                return
-        self._end()
-        if threading.current_thread() is not threading.main_thread():
-            raise CheckpointError(
-                f"{request.path} was not written: its writer process has died; "
-                "the next save gets a new one"
-            )
-        self._process = _Process()
-        self._process.send(self._number, request, arena)
 
     def _answer(
         self, request: WriteRequest, process: _Process, deadline: float
@@ -276,17 +242,13 @@ class ShardWriter:
         self._left = [popen for popen in self._left if popen.poll() is None]
 
 
-def _require_main_thread() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        # The kernel kills a process when the thread that started it ends.
-        raise RuntimeError("a writer process is started by the main thread only")
-
-
 class _Process:
     """A writer process and this end of the socket to it."""
 
     def __init__(self) -> None:
-        _require_main_thread()
+        if threading.current_thread() is not threading.main_thread():
+            # The kernel kills a process when the thread that started it ends.
+            raise RuntimeError("a writer process is started by the main thread only")
         self._socket, theirs = socket.socketpair()
         package = str(PACKAGE)
         libraries = [str(Path(module.__path__[0]).parent) for module in (np, xxhash)]

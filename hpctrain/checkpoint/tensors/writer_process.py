@@ -14,7 +14,6 @@ The promises are held by tests/unit/checkpoint/test_writer.py.
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
 import mmap
 import os
@@ -96,17 +95,10 @@ def frame(number: int, body: bytes) -> bytes:
 
 
 def _step_back() -> None:
-    with contextlib.suppress(OSError):  # a refusal costs training a little speed, no save
-        _set_io_priority()
-
-
-def _set_io_priority() -> None:
+    """Take the lowest priority of the disk; a refusal costs training a little speed, no save."""
     number = IOPRIO_SET.get(platform.machine())
-    if number is None:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(number, IOPRIO_WHO_PROCESS, 0, IOPRIO_LOWEST) != 0:
-        raise OSError(ctypes.get_errno(), "ioprio_set was refused")
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, IOPRIO_WHO_PROCESS, 0, IOPRIO_LOWEST)
 
 
 class _Mapped:

@@ -24,6 +24,7 @@ CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 REMOVED = {
     "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
     "alive.last_will": "a killed rank costs the steps since the last copy (alive.memory_steps)",
+    "checkpoint.overlap_copy": "training waits for the copy of each save into host memory",
     "checkpoint.read_once": "what several ranks hold is read once and broadcast",
     "checkpoint.save_patience_s": "checkpoint.patience_s holds for saves too",
     "checkpoint.stripe_count": "`lfs setstripe` for the run's folder of checkpoints does the same",
@@ -352,11 +353,6 @@ class CheckpointSettings(Table):
         "async writes a copy in host memory while training continues; sync writes while "
         "training waits",
         choices=("async", "sync"),
-    )
-    overlap_copy: bool = setting(
-        False,
-        "copy weights and moments during the next forward and backward pass; for programs that "
-        "change them only in the optimizer's step",
     )
     timeout_s: float = setting(
         1800.0, "a background save that takes longer has failed; training continues", above=0

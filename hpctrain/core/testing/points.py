@@ -29,7 +29,6 @@ POINTS = {
     "memory.fetch": "the replica server is about to bring a copy from another node",
     "stage.made": "the staged directory is there, and empty",
     "arena.copy": "a tensor's bytes are about to be copied into the arena",
-    "arena.behind": "the thread that copies beside training is about to begin",
     "writer.request": "the writer process has been asked for a shard, and is about to begin",
     "shard.open": "a shard is about to be created",
     "shard.write": "bytes are about to be written into a shard",

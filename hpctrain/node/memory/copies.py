@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.tensors.boxes import Part, State
-    from hpctrain.checkpoint.tensors.device_copy import HostCopies
     from hpctrain.core.world import World
     from hpctrain.node.memory.replica_client import ReplicaClient
 
@@ -106,19 +105,19 @@ class RankCopies:
         layout = self._layout
         if layout is not None:
             memory[: plan.head] = layout.header
-        copies = _copy(memory, parts, plan)
+        copied = _copy(memory, parts, plan)
         points.reach("memory.copied", step=manifest.step, rank=self._world.rank)
-        if self._world.device.type == "cpu":
+        if copied is None:
             self._line.copied(slot, manifest.step, plan)
             return
         threading.Thread(
-            target=self._send_behind, args=(copies, slot, manifest.step, plan), daemon=True
+            target=self._send_behind, args=(copied, slot, manifest.step, plan), daemon=True
         ).start()
 
-    def _send_behind(self, copies: HostCopies, slot: int, step: int, plan: CopyPlan) -> None:
+    def _send_behind(self, copied: torch.Event, slot: int, step: int, plan: CopyPlan) -> None:
         """A device's copies are made behind training; the host waits here."""
         try:
-            copies.wait()
+            copied.synchronize()
             self._line.copied(slot, step, plan)
         except Exception as error:  # noqa: BLE001 - also what a device says; training meets it too
             log.warning("step %d has no copy in memory: %s", step, error)
@@ -153,8 +152,8 @@ class _Layout:
         self.facts = part_facts(pieces, rank)
 
 
-def _copy(memory: memoryview, parts: Sequence[Part], plan: CopyPlan) -> HostCopies:
-    """Copy parts into memory, one behind the other, as in a file.
+def _copy(memory: memoryview, parts: Sequence[Part], plan: CopyPlan) -> torch.Event | None:
+    """Copy parts into memory, one behind the other, as in a file; see `copy_to_host`.
 
     The largest elements come first, so that each lies where its dtype asks for.
     """

@@ -39,7 +39,6 @@ from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import (
     BatchSkipped,
-    CheckpointSetAside,
     ReplicasDiffer,
     StepNotFinite,
     StepSpiked,
@@ -301,7 +300,7 @@ class Guarding:
             )
         why = f"{said}; weights were surely right up to step {clean}"
         try:
-            set_aside_newer(place, clean, why, self._record_fact)
+            verify.set_newer_aside(place.run, clean, why, place.attempt, self._record_fact)
         except CheckpointError as error:
             raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
         self._record_fact(TrainingRewound(step=seen, to=clean, why="replicas"))
@@ -422,7 +421,7 @@ class Rewinds:
         first, last = self._begins[0], self._program.consumed()
 
         def act() -> None:
-            set_aside_newer(place, limit, said, self._record_fact)
+            verify.set_newer_aside(place.run, limit, said, place.attempt, self._record_fact)
             self._record_fact(TrainingRewound(step=step, to=limit, first=first, last=last, why=why))
 
         on_rank_0(world, act)
@@ -440,22 +439,6 @@ class Rewinds:
         except HpctrainError as error:
             return str(error)
         return f"there is no checkpoint of step {limit} or before"
-
-
-def set_aside_newer(
-    place: SavePlace, limit: int, why: str, record: Callable[[LedgerFact], None]
-) -> None:
-    """Quarantine the checkpoints with more updates; nothing is deleted. On rank 0.
-
-    Raises:
-        CheckpointError: one cannot be.
-    """
-    for step in find.steps(place.run):
-        if step <= limit:
-            continue
-        verify.set_aside(place.run, step, why, place.attempt)
-        name = find.step_path(place.run, step).name
-        record(CheckpointSetAside(step=step, name=name, reason=why))
 
 
 def _reported_ranges(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:

@@ -105,8 +105,6 @@ class TrainingState(NothingKept):
         self._stops, self._record, self._run_id = stops, record, run_id
         self._extra, self._flush, self._saving = extra, flush, saving
         self._saves = Saves(place, world, job_clock, settings.evaluate, stops.near_stop_left_s)
-        if settings.checkpoint.overlap_copy:
-            program.call_before_update(self._before_update)
         self._copies = memory_copies(world, settings.alive, place.attempt.number, record.event)
 
     def restore(self) -> Restored:
@@ -227,12 +225,6 @@ class TrainingState(NothingKept):
     def settle(self) -> None:
         """See `NothingKept`."""
         self._saves.settle()
-
-    def _before_update(self) -> None:
-        """What training waits here for a copy counts as what it waits for a save."""
-        if self._saves.is_copying:
-            with self._saving:
-                self._saves.before_update()
 
 
 # ---- copies in memory

@@ -7,7 +7,6 @@ tests/unit/runtime/test_tracked.py and tests/engines/test_resume.py hold the pro
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 from dataclasses import replace
@@ -56,7 +55,7 @@ from hpctrain.train.runtime.optimizer_rest import (
 from hpctrain.train.runtime.optimizer_rest import NAME as REST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -127,7 +126,6 @@ class Program:
         self._rest: OptimizerRest | None = None
         self._gradients: Gradients | None = None
         self._has_state = self._takes_groups = False
-        self._reports_updates = False
         self._world = world
         self._loading: dict[str, Any] = {}
         self._generators_loaded: dict[str, Any] = {}
@@ -248,7 +246,7 @@ class Program:
         own = self.generators.capture()
         if self._gradients is not None:
             own |= self._gradients.capture()
-        return replace(state, own=own, steady=self._steady(state)), extra, data
+        return replace(state, own=own), extra, data
 
     def _of_the_first(
         self, state: State, tracked: Mapping[str, torch.Tensor]
@@ -266,36 +264,6 @@ class Program:
             if name in state.shared and not isinstance(state.shared[name], DTensor):
                 first[name] = (state.copies.get(name, (rank, 1))[0], 1)
         return first
-
-    def call_before_update(self, act: Callable[[], None]) -> None:
-        """Have something called each time before the optimizer changes weights, where it can be.
-
-        From here on a snapshot says what is steady until then.
-        """
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            return
-        # A wrapper around an optimizer may have no hooks, or never call them.
-        with contextlib.suppress(AttributeError):
-            self.optimizer.register_step_pre_hook(lambda *_: act())
-            self._reports_updates = True
-
-    def _steady(self, state: State) -> frozenset[str]:
-        """Return what changes in the optimizer's step alone; see `State`.
-
-        Buffers are not in it: batch norm changes its own in the forward pass. DeepSpeed changes
-        masters of its own there. A program's own loop may have a second optimizer that nobody knows
-        of: there, only what the tracked one updates is steady.
-        """
-        # Nobody waits for an update otherwise, and walking through the names holds up training.
-        if not self._reports_updates or self.model is None or self.optimizer is None:
-            return frozenset()
-        weights = parameters(self.model)
-        if self.engine is None:
-            groups = self.optimizer.param_groups
-            updated = {id(parameter) for group in groups for parameter in group["params"]}
-            weights = ((name, weight) for name, weight in weights if id(weight) in updated)
-        named = {names.MODEL + name for name, _ in weights}
-        return frozenset(n for n in state.shared if n.startswith(names.OPTIM) or n in named)
 
     # ---- restoring
 

@@ -205,16 +205,6 @@ class Saves:
         if step not in {0, self.step}:
             self._now(step, snapshot)
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether weights may still be copied, and `before_update` awaits that."""
-        return self._saver is not None and self._saver.is_copying
-
-    def before_update(self) -> None:
-        """The optimizer is about to change weights; see `Saver.before_update`. Not collective."""
-        if self._saver is not None:
-            self._saver.before_update()
-
     def settle(self) -> None:
         """Let a save in flight end, where a program leaves its loop early. Not collective."""
         if self._saver is not None:
@@ -361,15 +351,10 @@ class Saves:
 
     def _prune(self, saved: Saved) -> None:
         """Retention is housekeeping: where it fails, disk space is lost and nothing else."""
-        keep = self._settings
         try:
             retention.prune(
                 self._place.run,
-                keep_last=keep.keep_last,
-                keep_every=keep.keep_every,
-                keep_best=keep.keep_best,
-                best_metric=keep.best_metric,
-                best_is=keep.best_is,
+                retention.Rules.of(self._settings),
                 attempt=self._place.attempt,
                 rows_by_step=self._rows_by_step,
                 committed=saved.step,

@@ -21,7 +21,7 @@ OBEYED = re.compile(
 COMMANDS = (
     "status", "status RUN", "status RUN --json --ranks", "events RUN", "events RUN --json",
     "logs RUN", "logs RUN --rank all --tail 2", "logs RUN --err", "logs RUN --rank batch",
-    "report RUN --text", "report RUN -o PAGE", "checkpoints list RUN", "checkpoints show RUN",
+    "report RUN --text", "report RUN -o PAGE", "checkpoints list RUN",
     "checkpoints verify RUN", "resume RUN --dry-run", "cancel RUN --save", "profile RUN",
     "tensorboard RUN --dry-run", "status NEAR", "checkpoints prune RUN --dry-run", "status NONE",
 )  # fmt: skip

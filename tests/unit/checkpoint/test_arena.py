@@ -18,7 +18,7 @@ MEMINFO = "MemTotal:       {total} kB\nMemFree:        5 kB\nMemAvailable:   {av
 
 @pytest.fixture
 def arena():
-    with Arena() as made:
+    with contextlib.closing(Arena()) as made:
         yield made
 
 

@@ -66,7 +66,7 @@ def _flips(run, count, seed=3):
     """Flip single bits, each undone before the next; what was missed, and where the others were."""
     path = find.step_path(run, NEW)
     found = find.look(run, NEW)
-    chunks = CheckpointSource.open(path, found.manifest).table
+    chunks = CheckpointSource.open(path, found.manifest).rows
     headers = {
         entry.name: int(chunks.offset[chunks.rows_in(number)[0]])
         for number, entry in enumerate(found.manifest.files)
@@ -244,7 +244,7 @@ def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, monkeypatch):
     assert created == sorted(created)  # the newest step claims to be the oldest
 
     assert support.chosen(run) == NEW
-    assert retention.prune(run, keep_last=2, attempt=attempt) == [500]
+    assert retention.prune(run, retention.Rules(2), attempt=attempt) == [500]
     assert support.chosen(run) == NEW
 
 

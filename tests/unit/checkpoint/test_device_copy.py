@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.tensors import boxes, device_copy
+from hpctrain.checkpoint.tensors import boxes
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
 from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
@@ -21,7 +21,6 @@ from tests.support import sharded
 from tests.support.stand_in_device import StandInDevice
 
 GPU = torch.device("cuda", 0)
-STEADY = ("model.w", "model.turned", "optim.w.moment")
 
 
 class Training:
@@ -69,149 +68,67 @@ def device(monkeypatch, request):
 
     cudart = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=found.unlocked.append)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    device_copy._side_stream.cache_clear()
-    yield found
-    device_copy._side_stream.cache_clear()
+    return found
 
 
 def seeds(count):
     return pytest.mark.parametrize("device", range(count), indirect=True, ids=str)
 
 
-def copies_of(tensors, steady=()):
-    """Host memory that the tensors are copied into, and the copies."""
-    sources = [tensor.detach().reshape(-1) for tensor in tensors.values()]
-    hosts = [torch.full((s.numel(),), float("nan")) for s in sources]
-    watched = [tensors[name] if name in steady else None for name in tensors]
-    return hosts, copy_to_host(hosts, sources, watched)
-
-
 @seeds(60)
-@pytest.mark.parametrize("steady", [(), STEADY], ids=["held at once", "held at the update"])
-def test_copies_are_of_the_step_at_which_they_began(device, steady):
+def test_copies_are_of_the_step_at_which_they_began(device):
     training, mirror = Training(device.put), Training(torch.clone)
     for step in range(1, 4):
-        hosts, copies = copies_of(training.tensors, steady)
+        sources = [tensor.detach().reshape(-1) for tensor in training.tensors.values()]
+        hosts = [torch.full((s.numel(),), float("nan")) for s in sources]
+        copied = copy_to_host(hosts, sources)
+        del sources  # the temporaries' memory belongs to what follows
         there = [tensor.clone().reshape(-1) for tensor in mirror.tensors.values()]
 
         training.forward_backward(step)
-        if steady:
-            copies.hold()
         training.update()
-        beside = copies.wait()
+        copied.synchronize()
         mirror.forward_backward(step)
         mirror.update()
 
         for name, host, right in zip(training.tensors, hosts, there, strict=True):
             assert torch.equal(host, right), (step, name)
-        assert beside is not bool(steady)
 
 
 @seeds(1)
-@pytest.mark.parametrize("steady", [False, True])
-def test_the_device_computes_while_steady_tensors_are_copied_and_only_then(device, steady):
+def test_the_host_does_not_wait_for_a_devices_copies(device):
     training = Training(device.put)
-    weights = {name: training.tensors[name] for name in STEADY}
     device.run_until(lambda: device.run_alone(device.own))
     device._eagerness = 0.0
+    host = torch.full((30,), float("nan"))
 
-    hosts, copies = copies_of(weights, STEADY if steady else ())
-    assert all(host.isnan().all() for host in hosts)  # nor does the host wait
-    device.run_alone(device.own)  # as far as the event that the copies wait for
-    training.forward_backward(1)
-    assert device.run_alone(device.own) is steady
-    copies.hold()
-    training.update()
-    assert not device.run_alone(device.own)
-    copies.wait()
-    assert device.run_alone(device.own)
+    copied = copy_to_host([host], [training.w.reshape(-1)])
+    assert host.isnan().all()
+    copied.synchronize()
+    assert not host.isnan().any()
 
 
-@seeds(1)
-@pytest.mark.parametrize("copies_first", [False, True])
-def test_what_the_device_waits_before_the_update_is_told(device, copies_first):
-    training = Training(device.put)
-    weights = {name: training.tensors[name] for name in STEADY}
-    device.run_until(lambda: device.run_alone(device.own))
-    device._eagerness = 0.0
-    _, copies = copies_of(weights, STEADY)
-    device.run_alone(device.own)
-    side = next(stream for stream in device.streams if stream is not device.own)
-    if copies_first:
-        assert device.run_alone(side)
-    training.forward_backward(1)
-    copies.hold()
-    device.run_alone(device.own)  # to the update, for which it has to wait or has not
-    copies.wait()
-
-    assert (copies.held_s > 0) is not copies_first
-
-
-@seeds(10)
-def test_a_weight_that_changes_while_it_is_copied_is_an_error(device):
-    training = Training(device.put)
-    _, copies = copies_of(training.tensors, STEADY)
-    with torch.no_grad():
-        training.w.clamp_(-0.1, 0.1)
-    copies.hold()
-
-    with pytest.raises(CheckpointError, match=r"checkpoint\.overlap_copy = false"):
-        copies.wait()
-
-
-@seeds(10)
-@pytest.mark.parametrize("ends", ["hold", "prove"])
-def test_a_change_behind_the_hold_or_behind_the_proof_is_none(device, ends):
-    training = Training(device.put)
-    _, copies = copies_of(training.tensors, STEADY)
-    if ends == "prove":
-        copies.wait()
-    getattr(copies, ends)()
-    training.w.add_(1.0)
-    copies.hold()
-    copies.wait()
-    copies.prove()
-
-
-@seeds(1)
-def test_a_change_that_is_counted_only_after_the_copies_is_noticed(device):
-    training = Training(device.put)
-    _, copies = copies_of(training.tensors, STEADY)
-    copies.wait()
-    training.w.add_(1.0)
-
-    with pytest.raises(CheckpointError, match="outside of the optimizer"):
-        copies.prove()
-
-
-def test_on_a_cpu_what_is_small_is_copied_at_once():
+def test_on_a_cpu_all_is_copied_at_once():
     host, source = torch.zeros(3), torch.arange(3.0)
-    copies = copy_to_host([host], [source])
 
+    assert copy_to_host([host], [source]) is None
     assert torch.equal(host, source)
-    assert copies.wait() is False
-    copies.hold()
 
 
 @seeds(6)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_checkpoint_saved_behind_training_is_of_one_step(device, tmp_path, overlap):
+def test_a_checkpoint_saved_behind_training_is_of_one_step(device, tmp_path):
     world = World(0, 0, 1, GPU)
-    place = sharded.place(world, tmp_path / "run", overlap_copy=overlap)
+    place = sharded.place(world, tmp_path / "run")
     saver = Saver(place, world)
     training, mirror, right = Training(device.put), Training(torch.clone), {}
     for step in range(1, 4):
         for side in (training, mirror):
             side.forward_backward(step)
-        if overlap:
-            saver.before_update()
         for side in (training, mirror):
             side.update()
         if step > 1:
             assert saver.land().saved.step == step - 1
-        saver.begin(
-            State(training.tensors, steady=frozenset(STEADY)), sharded.manifest(world, step)
-        )
+        saver.begin(State(training.tensors), sharded.manifest(world, step))
         right[step] = {name: tensor.clone() for name, tensor in mirror.tensors.items()}
     assert saver.land().saved.step == 3
     saver.close()
@@ -291,7 +208,7 @@ def test_no_memory_for_a_contiguous_copy_fails_the_save_where_all_ranks_hear_of_
     """Raised on one rank alone it would leave the others waiting for that one's report."""
     place, training = sharded.place(CPU, tmp_path / "run"), Training(torch.clone)
     save(place, CPU, State(training.tensors), sharded.manifest(CPU, 1))
-    monkeypatch.setattr(boxes, "cut", refuse)
+    monkeypatch.setattr(boxes, "view_of", refuse)
 
     saver = Saver(place, CPU)
     if mode == "async":
@@ -324,7 +241,7 @@ def test_no_memory_for_a_contiguous_copy_costs_the_copy_in_the_nodes_memory_alon
     )
     copies = RankCopies(CPU, line)
     copies._taking = SimpleNamespace(is_alive=lambda: False)
-    monkeypatch.setattr(boxes, "cut", refuse)
+    monkeypatch.setattr(boxes, "view_of", refuse)
     copies.copy(State(Training(torch.clone).tensors), sharded.manifest(CPU, 2))
 
     assert left_out == [(2, 0)]

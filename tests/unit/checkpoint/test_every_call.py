@@ -69,7 +69,7 @@ def _save_and_prune(run, attempt, step):
     except HpctrainError:
         return REFUSED
     try:
-        retention.prune(run, keep_last=KEEP_LAST, attempt=attempt)
+        retention.prune(run, retention.Rules(KEEP_LAST), attempt=attempt)
     except CheckpointError:
         return SAVED  # a disk that is too full, and nothing else
     return SAVED
@@ -99,7 +99,7 @@ def _check(run, code):
     attempt = support.next_attempt(run)
     step = whole[0] + 1
     _save(run, attempt, step)
-    retention.prune(run, keep_last=KEEP_LAST, attempt=attempt)
+    retention.prune(run, retention.Rules(KEEP_LAST), attempt=attempt)
     assert _whole_steps(run) == [step, whole[0]]
     left = [name for name in support.names_in(run) if "staged" in name or "deleting" in name]
     assert left == []

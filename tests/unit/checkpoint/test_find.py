@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, set_aside_name
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, SET_ASIDE
 from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.core.testing import faults
 from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat
@@ -200,7 +200,7 @@ def test_an_asked_for_step_of_a_run_without_any_says_so(run):
 
 def test_a_set_aside_one_without_its_note_is_listed_all_the_same(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    commit.rename_away(path, 1000, set_aside_name)
+    commit.rename_away(path, 1000, SET_ASIDE)
 
     (aside,) = find.set_aside(run)
 
@@ -240,11 +240,11 @@ def _stage_again(run, attempt):
 
 
 def _prune(run, attempt):
-    retention.prune(run, keep_last=1, attempt=attempt)
+    retention.prune(run, retention.Rules(1), attempt=attempt)
 
 
 def _prune_best(run, attempt):
-    retention.prune(run, keep_last=1, keep_best=1, best_metric="loss", attempt=attempt)
+    retention.prune(run, retention.Rules(1, keep_best=1, best_metric="loss"), attempt=attempt)
 
 
 def _remove(run, _):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import safetensors
 import torch
 
-from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.checkpoint.tensors.boxes import State
@@ -79,15 +77,6 @@ def test_it_is_written_again_as_it_was(tmp_path):
     manifest.dump(manifest.load(STEP / manifest.MANIFEST_NAME), written)
 
     assert written.read_bytes() == (STEP / manifest.MANIFEST_NAME).read_bytes()
-
-
-def test_numbers_of_types_that_safetensors_lacks_are_compared():
-    half = torch.tensor([1.5, -2.0], dtype=torch.float16)
-    assert contents.widened(half.view(torch.uint8).numpy(), "C32").tolist() == [1.5 - 2j]
-    wide = np.array([1 + 2j])
-    assert contents.widened(wide.view(np.uint8), "C128").tolist() == [1 + 2j]
-    assert contents.widened(np.array([3], np.uint8), "INT4").tolist() == [3]
-    assert math.isfinite(contents.widened(np.array([8], np.uint8), "F8_E4M3")[0])
 
 
 def test_the_document_names_every_word():

@@ -127,13 +127,15 @@ def test_a_prune_after_a_commit_looks_at_a_sample_of_that_one_alone(run, attempt
     known = {}
     save(run, attempt, 1)
     asked["sizes"].clear()
-    retention.prune(run, keep_last=1, attempt=attempt, rows_by_step=known)
+    retention.prune(run, retention.Rules(1), attempt=attempt, rows_by_step=known)
     # All of them: nobody has told that it was committed a moment ago.
     assert len(set(asked["sizes"])) == RANKS
     save(run, attempt, 2)
     asked["sizes"].clear()
 
-    gone = retention.prune(run, keep_last=1, attempt=attempt, rows_by_step=known, committed=2)
+    gone = retention.prune(
+        run, retention.Rules(1), attempt=attempt, rows_by_step=known, committed=2
+    )
 
     assert gone == [1]
     assert len(asked["sizes"]) <= find.SAMPLE
@@ -144,7 +146,7 @@ def test_a_prune_does_not_count_a_commit_that_has_lost_a_file(run, attempt):
     path = save(run, attempt, 2)
     (path / ODD).unlink()
 
-    assert retention.prune(run, keep_last=1, attempt=attempt, committed=2) == []
+    assert retention.prune(run, retention.Rules(1), attempt=attempt, committed=2) == []
 
 
 @pytest.mark.parametrize("how", ["missing", "torn"])

@@ -5,12 +5,11 @@ import json
 import math
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import manifest as manifests
-from hpctrain.checkpoint.format.manifest import FileEntry, bytes_digest, file_digest
+from hpctrain.checkpoint.format.manifest import FileEntry, bytes_digest
 from hpctrain.core.testing import faults
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 from tests.support import checkpoints as support
@@ -244,17 +243,3 @@ def test_a_manifest_is_never_written_over_another(path):
     with pytest.raises(FileExistsError):
         manifests.dump(support.manifest(2000, [ENTRY]), path)
     assert manifests.load(path).step == 1000
-
-
-@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20])
-def test_a_files_digest_is_that_of_its_bytes_at_any_size(tmp_path, size):
-    content = bytes(i % 251 for i in range(1000)) * (size // 1000 + 1)
-    file = tmp_path / "shard"
-    file.write_bytes(content[:size])
-    seen = []
-
-    digest = file_digest(file, on_bytes=seen.append)
-
-    assert digest == "xxh3_64:" + xxhash.xxh3_64_hexdigest(content[:size])
-    assert digest == bytes_digest(content[:size])
-    assert sum(seen) == size

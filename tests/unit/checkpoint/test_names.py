@@ -8,33 +8,28 @@ from hpctrain.checkpoint.format import manifest
 
 STEPS = st.integers(0, manifest.MAX_STEP)
 COUNTED = st.integers(1, 10**6)
-PARSERS = (
-    manifest.parse_step,
-    manifest.parse_staged,
-    manifest.parse_set_aside,
-    manifest.parse_deleting,
-)
+KINDS = (manifest.STAGED, manifest.SET_ASIDE, manifest.DELETING)
+
+
+def parse_all(name):
+    """What each parser makes of a name."""
+    return [manifest.parse_step(name), *(manifest.parse_aside(name, kind) for kind in KINDS)]
 
 
 def test_names_are_spelled_as_the_design_says():
     assert manifest.step_name(1000) == "step-0000001000"
-    assert manifest.staged_name(1000, 3) == "step-0000001000.staged-0003"
-    assert manifest.set_aside_name(1000, 1) == "step-0000001000.set-aside-1"
-    assert manifest.deleting_name(1000, 2) == "step-0000001000.deleting-2"
+    assert manifest.aside_name(1000, manifest.STAGED, 3) == "step-0000001000.staged-0003"
+    assert manifest.aside_name(1000, manifest.SET_ASIDE, 1) == "step-0000001000.set-aside-1"
+    assert manifest.aside_name(1000, manifest.DELETING, 2) == "step-0000001000.deleting-2"
 
 
 @given(STEPS, COUNTED)
 def test_every_name_is_read_back_by_its_own_parser_and_by_no_other(step, number):
-    written = {
-        manifest.parse_step: (manifest.step_name(step), step),
-        manifest.parse_staged: (manifest.staged_name(step, number), (step, number)),
-        manifest.parse_set_aside: (manifest.set_aside_name(step, number), (step, number)),
-        manifest.parse_deleting: (manifest.deleting_name(step, number), (step, number)),
-    }
-
-    for owner, (name, value) in written.items():
-        for parse in PARSERS:
-            assert parse(name) == (value if parse is owner else None)
+    assert parse_all(manifest.step_name(step)) == [step, None, None, None]
+    for at, kind in enumerate(KINDS, start=1):
+        wanted = [None] * 4
+        wanted[at] = (step, number)
+        assert parse_all(manifest.aside_name(step, kind, number)) == wanted
 
 
 @given(STEPS, STEPS)
@@ -68,22 +63,16 @@ def test_names_sort_as_their_steps_do(one, other):
     ],
 )
 def test_a_name_that_this_module_would_not_write_is_nobodys(name):
-    assert [parse(name) for parse in PARSERS] == [None] * len(PARSERS)
+    assert parse_all(name) == [None] * 4
 
 
 @given(st.text(alphabet="step-0123456789.agdsil\n", max_size=40))
 def test_whatever_parses_is_exactly_what_would_be_written(name):
-    writers = {
-        manifest.parse_staged: manifest.staged_name,
-        manifest.parse_set_aside: manifest.set_aside_name,
-        manifest.parse_deleting: manifest.deleting_name,
-    }
-
     step = manifest.parse_step(name)
     assert step is None or manifest.step_name(step) == name
-    for parse, write in writers.items():
-        parsed = parse(name)
-        assert parsed is None or write(*parsed) == name
+    for kind in KINDS:
+        parsed = manifest.parse_aside(name, kind)
+        assert parsed is None or manifest.aside_name(parsed[0], kind, parsed[1]) == name
 
 
 @pytest.mark.parametrize("step", [-1, manifest.MAX_STEP + 1])
@@ -92,9 +81,7 @@ def test_a_step_that_has_no_name_is_refused(step):
         manifest.step_name(step)
 
 
-@pytest.mark.parametrize(
-    "write", [manifest.staged_name, manifest.set_aside_name, manifest.deleting_name]
-)
-def test_numbers_are_counted_from_one(write):
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_counted_from_one(kind):
     with pytest.raises(ValueError, match="counted from 1"):
-        write(1000, 0)
+        manifest.aside_name(1000, kind, 0)

@@ -146,7 +146,7 @@ def sealed(about, change):
     raw = json.loads(manifests._body(about) + b"\n}\n")
     change(raw)
     body = json.dumps(raw, indent=1).removesuffix("\n}").encode()
-    return body + manifests._seal(manifests.bytes_digest(body))
+    return body + manifests.sealed_by(manifests.bytes_digest(body))
 
 
 def put(*keys):

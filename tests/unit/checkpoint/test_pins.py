@@ -115,7 +115,7 @@ def test_whether_it_is_pinned_is_not_guessed_where_nobody_can_say(run, attempt, 
     monkeypatch.setattr(os, "lstat", refuse)
 
     with pytest.raises(CheckpointError, match=r"cannot be pruned: .*Stale"):
-        retention.prune(run, keep_last=1, attempt=attempt)
+        retention.prune(run, retention.Rules(1), attempt=attempt)
     assert find.steps(run) == [2000, 1000]
 
 

@@ -83,8 +83,8 @@ def test_any_region_is_read_from_any_tiling(tmp_path_factory, drawn, block, wind
 def test_any_changed_byte_of_a_chunk_is_found_by_a_full_read_and_named(source, limit):
     missed = []
     for number, name in enumerate((SHARD_0, SHARD_1)):
-        rows = slice(*source.table.rows_in(number))
-        start = int(source.table.offset[rows][0])
+        rows = slice(*source.rows.rows_in(number))
+        start = int(source.rows.offset[rows][0])
         with (source.path / name).open("r+b", buffering=0) as file:
             for at in sample(range(start, support.SHARDS[name]), limit):
                 byte = os.pread(file.fileno(), 1, at)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
+from hpctrain.checkpoint.format.manifest import DELETING, MANIFEST_NAME
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.checkpoint.store.retention import CheckpointRow, Rules, Why, why_kept
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
@@ -234,7 +234,7 @@ def test_a_rule_that_could_take_the_last_valid_one_or_means_nothing_is_refused(r
 def test_pruning_deletes_what_need_not_be_kept(run, attempt):
     paths = support.save(run, attempt, 1000, 2000, 3000, 4000)
 
-    gone = retention.prune(run, keep_last=2, protect={1000}, attempt=attempt)
+    gone = retention.prune(run, Rules(2), protect={1000}, attempt=attempt)
 
     assert gone == [2000]
     assert find.steps(run) == [4000, 3000, 1000]
@@ -246,8 +246,8 @@ def test_pruning_counts_only_checkpoints_that_could_be_loaded(run, attempt):
     (paths[3] / MANIFEST_NAME).unlink()
     os.truncate(paths[2] / support.SHARD_0, 1)
 
-    assert retention.prune(run, keep_last=2) == []
-    assert retention.prune(run, keep_last=1) == [1000]
+    assert retention.prune(run, Rules(2)) == []
+    assert retention.prune(run, Rules(1)) == [1000]
     assert support.chosen(run) == 2000
 
 
@@ -257,7 +257,7 @@ def test_an_old_attempt_prunes_and_sweeps_nothing(run, attempt):
     support.next_attempt(run)
 
     with pytest.raises(Fenced):
-        retention.prune(run, keep_last=1, attempt=attempt)
+        retention.prune(run, Rules(1), attempt=attempt)
     with pytest.raises(Fenced):
         retention.sweep(run, attempt)
     assert find.steps(run) == [2000, 1000]
@@ -276,7 +276,7 @@ def test_dying_while_bytes_are_deleted_leaves_nothing_to_choose_and_the_rest_is_
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", half)
         with pytest.raises(CheckpointError, match="gpt-a cannot be pruned"):
-            retention.prune(run, keep_last=1, attempt=attempt)
+            retention.prune(run, Rules(1), attempt=attempt)
 
     assert find.steps(run) == [2000]
     assert find.choose(run).skipped == []
@@ -292,7 +292,7 @@ def test_a_file_that_somebody_still_holds_open_waits_for_the_next_sweep(run, att
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
-        assert retention.prune(run, keep_last=1, attempt=attempt) == [1000]
+        assert retention.prune(run, Rules(1), attempt=attempt) == [1000]
 
     assert find.steps(run) == [2000]
     assert retention.sweep(run, attempt) == ["step-0000001000.deleting-1"]
@@ -326,7 +326,7 @@ def test_pruning_a_linked_checkpoint_removes_the_link_only(run, attempt, tmp_pat
     shutil.move(path, elsewhere)
     path.symlink_to(elsewhere)
 
-    assert retention.prune(run, keep_last=1) == [1000]
+    assert retention.prune(run, Rules(1)) == [1000]
     assert find.steps(run) == [2000]
     assert (elsewhere / MANIFEST_NAME).exists()
 
@@ -342,7 +342,7 @@ def test_the_manifest_goes_first_and_only_after_the_name(run, attempt, monkeypat
     monkeypatch.setattr(shutil, "rmtree", die)
 
     with pytest.raises(KeyboardInterrupt):
-        retention.prune(run, keep_last=1, attempt=attempt)
+        retention.prune(run, Rules(1), attempt=attempt)
 
     assert seen == [("step-0000001000.deleting-1", sorted(support.SHARDS))]
 
@@ -352,9 +352,9 @@ def test_pruning_keeps_the_best_by_what_their_manifests_say(run, attempt):
         staged, listed = support.stage(run, attempt, step)
         listed.metrics = {"loss": loss}
         commit.publish(run, staged, listed, attempt)
-    rule = {"keep_last": 1, "keep_best": 2, "best_metric": "loss", "attempt": attempt}
+    rules = retention.Rules(1, keep_best=2, best_metric="loss")
 
-    assert retention.prune(run, **rule) == [3000, 4000]
+    assert retention.prune(run, rules, attempt=attempt) == [3000, 4000]
     assert find.steps(run) == [5000, 2000, 1000]
 
 
@@ -367,7 +367,7 @@ def test_pruning_keeps_what_is_to_be_evaluated_and_the_best_of_what_was(run, att
     rules = retention.Rules(1, keep_best=1, best_metric="eval.loss")
 
     planned = retention.plan(run, rules, evaluations=judged)
-    gone = retention.prune(run, **vars(rules), attempt=attempt, evaluations=judged)
+    gone = retention.prune(run, rules, attempt=attempt, evaluations=judged)
 
     assert {one.row.step: one.why for one in planned if one.why} == {
         6000: (Why.NEWEST,), 3000: (Why.EVALUATION,), 2000: (Why.BEST,)
@@ -380,14 +380,14 @@ def test_pruning_leaves_a_pinned_one_and_takes_it_once_it_is_unpinned(run, attem
     support.save(run, attempt, 1000, 2000)
     retention.pin(run, 1000, "table 2")
 
-    assert retention.prune(run, keep_last=1, attempt=attempt) == []
+    assert retention.prune(run, Rules(1), attempt=attempt) == []
     retention.unpin(run, 1000)
-    assert retention.prune(run, keep_last=1, attempt=attempt) == [1000]
+    assert retention.prune(run, Rules(1), attempt=attempt) == [1000]
 
 
 def test_a_sweep_leaves_what_carries_a_pin(run, attempt):
     support.save(run, attempt, 1000)
-    deleting = commit.rename_away(find.step_path(run, 1000), 1000, deleting_name)
+    deleting = commit.rename_away(find.step_path(run, 1000), 1000, DELETING)
     staged, _ = support.stage(run, attempt, 2000)
     for path in (deleting, staged):
         (path / "PINNED").touch()
@@ -402,7 +402,7 @@ def test_a_full_disk_can_be_pruned(small_disk):
     support.save(run, attempt, 1000, 2000)
     disks.fill(run.root)
 
-    assert retention.prune(run, keep_last=1, attempt=attempt) == [1000]
+    assert retention.prune(run, Rules(1), attempt=attempt) == [1000]
     assert support.names_in(run) == ["step-0000002000"]
 
 
@@ -476,8 +476,8 @@ def test_a_person_prunes_nothing_that_is_in_use_but_the_attempt_itself_does(run,
     support.save(run, attempt, 500, 1000, 2000, 3000)
     Story(run.root).submitted().started(1).restored(1, 1000)
 
-    assert retention.prune(run, keep_last=1) == [500]
-    assert retention.prune(run, keep_last=1, attempt=attempt) == [1000, 2000]
+    assert retention.prune(run, Rules(1)) == [500]
+    assert retention.prune(run, Rules(1), attempt=attempt) == [1000, 2000]
 
 
 def test_the_plan_is_what_a_person_would_prune_and_changes_nothing(run, attempt):
@@ -495,7 +495,7 @@ def test_the_plan_is_what_a_person_would_prune_and_changes_nothing(run, attempt)
     ]
     assert planned[2].size_bytes == sum(support.SHARDS.values())
     assert find.steps(run) == [3000, 2000, 1000, 500]
-    assert retention.prune(run, keep_last=1) == [500, 1000]
+    assert retention.prune(run, Rules(1)) == [500, 1000]
 
 
 def test_those_that_a_person_names_go_torn_or_not(run, attempt):
@@ -595,7 +595,7 @@ def test_each_save_looks_at_the_files_of_one_checkpoint_and_before_it_takes_the_
     for step in range(1000, 8000, 1000):
         (path,) = support.save(run, attempt, step)
         looked.clear()
-        retention.prune(run, keep_last=2, attempt=attempt, rows_by_step=known)
+        retention.prune(run, Rules(2), attempt=attempt, rows_by_step=known)
 
         assert looked == [(path.name, False)]
     assert find.steps(run) == [7000, 6000]

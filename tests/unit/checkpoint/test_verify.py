@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.checkpoint.format import reader
 from hpctrain.checkpoint.format import table as tables
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry, file_digest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, TensorEntry, bytes_digest
 from hpctrain.checkpoint.format.reader import open_chunks
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
@@ -102,9 +102,9 @@ def test_each_kind_of_damage_to_files_is_named(run, attempt):
 
 def test_a_damaged_chunk_table_is_named_once_and_no_shard_is_called_damaged(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    before = file_digest(path / TABLE_NAME)
+    before = bytes_digest((path / TABLE_NAME).read_bytes())
     support.flip_bit(path / TABLE_NAME, 8 * 600)
-    after = file_digest(path / TABLE_NAME)
+    after = bytes_digest((path / TABLE_NAME).read_bytes())
     line = f"{TABLE_NAME}: digest {after}, manifest says {before} (damaged bytes)"
 
     assert verify.verify(find.look(run, 1000)) == [f"{line}; no shard was read"]
@@ -156,17 +156,24 @@ def test_swapped_shards_of_one_size_are_found(tmp_path):
 def test_one_large_file_is_read_by_several_threads(run, attempt, monkeypatch):
     monkeypatch.setattr(reader, "WINDOW_BYTES", 1)
     support.save(run, attempt, 1000)
-    together, came = threading.Barrier(2), set()
+    together, came, read = threading.Barrier(2), {threading.get_ident()}, set()
+    real = reader.ChunkFiles.read
+
+    def noted(self, number, buffers, position):
+        read.add((number, threading.get_ident()))
+        return real(self, number, buffers, position)
 
     def meet(_):
         if threading.get_ident() not in came:
             came.add(threading.get_ident())
             together.wait(timeout=30)
 
-    problems = verify.verify(find.look(run, 1000), [SHARD_0], threads=2, on_bytes=meet)
+    monkeypatch.setattr(reader.ChunkFiles, "read", noted)
+    problems = verify.verify(find.look(run, 1000), threads=2, on_bytes=meet)
 
     assert problems == []
-    assert len(came) == 2
+    assert {thread for number, thread in read if number == 0} == came - {threading.get_ident()}
+    assert len(came) == 3
 
 
 def test_a_disk_that_gives_errors_is_named_and_is_no_damage(run, attempt, monkeypatch):
@@ -203,31 +210,12 @@ def test_a_link_to_itself_is_a_missing_file(run, attempt):
     assert problem == f"shard {SHARD_0} is missing"
 
 
-def test_only_the_asked_for_files_are_read(run, attempt):
-    (path,) = support.save(run, attempt, 1000)
-    flip_from_end(path / SHARD_1, 1)
-    found = find.look(run, 1000)
-    read = []
-
-    assert verify.verify(found, [SHARD_0], on_bytes=read.append) == []
-    assert sum(read) == support.SHARDS[SHARD_0]
-    assert len(verify.verify(found, [SHARD_1])) == 1
-
-
 def test_without_deep_no_shard_is_opened(run, attempt, monkeypatch):
     (path,) = support.save(run, attempt, 1000)
     flip_from_end(path / SHARD_1, 1)
     monkeypatch.setattr(os, "preadv", None)
 
     assert verify.verify(find.look(run, 1000), deep=False) == []
-
-
-def test_a_file_that_the_manifest_does_not_name_is_a_problem(run, attempt):
-    support.save(run, attempt, 1000)
-
-    problems = verify.verify(find.look(run, 1000), ["shard-00009.safetensors"])
-
-    assert problems == ["shard-00009.safetensors is not in the manifest"]
 
 
 def test_without_a_manifest_nothing_is_whole(run, attempt):
@@ -294,12 +282,21 @@ def test_an_old_attempt_sets_nothing_aside(run, attempt):
     assert support.chosen(run) == 1000
 
 
-def test_a_person_sets_aside_without_an_attempt(run, attempt):
-    support.save(run, attempt, 1000)
+def test_newer_ones_are_set_aside_and_told_of_and_the_step_itself_stays(run, attempt):
+    support.save(run, attempt, 1000, 2000, 3000, 4000)
+    facts = []
 
-    verify.set_aside(run, 1000, "why", None)
+    verify.set_newer_aside(run, 2000, "newer", attempt, facts.append)
 
-    assert support.chosen(run) is None
+    assert find.steps(run) == [2000, 1000]
+    assert [(one.step, one.reason) for one in find.set_aside(run)] == [
+        (4000, "newer"),
+        (3000, "newer"),
+    ]
+    assert [(fact.step, fact.name, fact.reason) for fact in facts] == [
+        (4000, "step-0000004000", "newer"),
+        (3000, "step-0000003000", "newer"),
+    ]
 
 
 def test_setting_aside_what_is_gone_is_an_error(run, attempt):

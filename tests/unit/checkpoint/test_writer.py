@@ -56,15 +56,23 @@ def request(path, pieces, nbytes):
 """How a rank of its own begins, in a test."""
 
 
+@contextlib.contextmanager
+def started():
+    """A writer whose process is on its way."""
+    with contextlib.closing(ShardWriter()) as made:
+        made.ready()
+        yield made
+
+
 @pytest.fixture
 def one():
-    with ShardWriter() as made:
+    with started() as made:
         yield made
 
 
 @pytest.fixture
 def arena():
-    with Arena(MIB) as made:
+    with contextlib.closing(Arena(MIB)) as made:
         yield made
 
 
@@ -106,6 +114,8 @@ def begun_to_write(path):
 
 def ready(one, arena, path):
     """The process's pid, when it is up and has served a request."""
+    if threading.current_thread() is threading.main_thread():
+        one.ready()
     one.begin(small(path, arena), arena)
     one.wait(PATIENCE)
     return one.pid
@@ -144,7 +154,7 @@ def test_a_shard_and_its_report_are_those_that_the_rank_itself_would_have_made(
 
 
 def test_a_rank_without_bytes_gets_its_shard_too(one, tmp_path):
-    with Arena() as empty:
+    with contextlib.closing(Arena()) as empty:
         piece = ShardPiece("nothing", "F32", (0, 4), (0, 0), (0, 4))
         one.begin(request(tmp_path / "shard", [piece], [0]), empty)
         assert one.wait(PATIENCE).size == (tmp_path / "shard").stat().st_size
@@ -159,7 +169,7 @@ def test_one_process_writes_shard_after_shard(one, arena, tmp_path):
 
 def test_an_arena_that_has_grown_or_is_another_reaches_the_process(one, arena, tmp_path):
     pid = ready(one, arena, tmp_path / "before")
-    with Arena() as other:
+    with contextlib.closing(Arena()) as other:
         for name, which, sizes in [
             ("grown", arena, [9 * MIB]),
             ("other", other, [9 * MIB]),
@@ -181,10 +191,8 @@ def test_begin_returns_at_once_even_if_the_process_does_not_move(one, arena, tmp
     ]
     one.begin(request(tmp_path / "shard", many, [0] * len(many)), arena)
     assert Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T ")
-    assert not one.done()
     os.kill(pid, signal.SIGCONT)
-    until(one.done)
-    assert one.wait(0).size == (tmp_path / "shard").stat().st_size
+    assert one.wait(PATIENCE).size == (tmp_path / "shard").stat().st_size
 
 
 def test_a_second_request_is_refused_while_one_is_in_flight(one, arena, tmp_path):
@@ -206,7 +214,6 @@ def test_other_threads_run_while_one_waits(one, arena, tmp_path):
     waiter = threading.Thread(target=lambda: reports.append(one.wait(PATIENCE)))
     reports = []
     waiter.start()
-    assert not one.done()
     os.kill(one.pid, signal.SIGCONT)
     waiter.join(PATIENCE)
     assert [report.name for report in reports] == ["shard"]
@@ -251,7 +258,7 @@ def test_a_full_disk_is_an_error_with_its_errno(one, arena, small_disk):
 
 
 def test_the_process_reaches_its_point_with_rank_and_step_before_it_begins(arena, tmp_path):
-    with armed("fail:writer.request,rank=3,step=7,error=EDQUOT"), ShardWriter() as failing:
+    with armed("fail:writer.request,rank=3,step=7,error=EDQUOT"), started() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="Disk quota exceeded") as caught:
             failing.wait(PATIENCE)
@@ -303,7 +310,7 @@ def test_the_end_of_the_process_is_seen_though_another_one_holds_its_socket(
         return popen(*args, **kwargs)
 
     monkeypatch.setattr(subprocess, "Popen", leaky)
-    with ShardWriter() as leaking:
+    with started() as leaking:
         leaking.begin(endless(tmp_path / "shard", arena), arena)
         os.kill(leaking.pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match="killed by SIGKILL"):
@@ -422,6 +429,7 @@ def test_abandoning_nothing_leaves_the_process_alone(one, arena, tmp_path):
 
 def test_closing_kills_and_leaves_no_zombie_and_can_be_repeated(arena, tmp_path):
     closing = ShardWriter()
+    closing.ready()
     closing.begin(endless(tmp_path / "shard", arena), arena)
     until(begun_to_write(tmp_path / "shard"))
     pid = closing.pid
@@ -451,7 +459,7 @@ def test_a_writer_is_not_started_by_a_thread_that_may_end_before_it():
     refused = []
 
     def start():
-        with contextlib.suppress(RuntimeError), ShardWriter():
+        with contextlib.suppress(RuntimeError), started():
             return
         refused.append(True)
 
@@ -466,7 +474,7 @@ def test_a_process_that_cannot_be_started_is_one_line_that_says_what_to_do(monke
     with pytest.raises(
         CheckpointError, match=r'No such file.* set checkpoint\.mode = "sync"'
     ) as it:
-        ShardWriter()
+        ShardWriter().ready()
     assert "\n" not in str(it.value)
 
 
@@ -474,7 +482,7 @@ def test_a_process_that_ends_as_it_starts_is_an_error_with_its_exit_code(
     arena, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(writer, "BOOT", "raise SystemExit(3)")
-    with ShardWriter() as failing:
+    with started() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="ended with exit code 3"):
             failing.wait(PATIENCE)
@@ -507,7 +515,8 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
     with monkeypatch.context() as forging:
         forging.setattr(writer, "BOOT", FORGER.format(answer=answer))
         broken = ShardWriter()
-    with broken:
+        broken.ready()
+    with contextlib.closing(broken):
         pid = broken.pid
         broken.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match=reason) as caught:
@@ -521,7 +530,7 @@ def test_an_answer_that_makes_no_sense_fails_the_save_and_the_process_is_replace
 def test_a_process_that_hangs_up_but_lives_is_killed(arena, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PATIENCE_S", 0.05)
     monkeypatch.setattr(writer, "BOOT", FORGER.format(answer=b"") + "import time; time.sleep(600)")
-    with ShardWriter() as deaf:
+    with started() as deaf:
         pid = deaf.pid
         deaf.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="has stopped answering"):
@@ -537,6 +546,7 @@ def test_a_process_that_hangs_up_but_lives_is_killed(arena, tmp_path, monkeypatc
 ORPHANED = """
 import signal
 one = ShardWriter()
+one.ready()
 one.begin(request({path!r}, 256, 16 << 20), arena)
 print(one.pid, flush=True)
 sys.stdin.readline()
@@ -562,7 +572,7 @@ def test_the_process_is_gone_when_its_rank_is_killed(tmp_path):
 
 
 def test_slurms_signals_do_not_end_the_process_not_even_as_it_starts(arena, tmp_path):
-    with ShardWriter() as one:
+    with started() as one:
         pid = one.pid
         for signum in OF_STEPS:
             os.kill(pid, signum)
@@ -582,7 +592,7 @@ def test_the_process_has_no_descriptor_of_the_ranks(arena, tmp_path):
     os.set_inheritable(writing, True)  # noqa: FBT003 - the only form it has
     try:
         pipe = Path(f"/proc/self/fd/{writing}").readlink()
-        with ShardWriter() as one:
+        with contextlib.closing(ShardWriter()) as one:
             pid = ready(one, arena, tmp_path / "shard")
             open_there = {entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir()}
     finally:
@@ -593,12 +603,12 @@ def test_the_process_has_no_descriptor_of_the_ranks(arena, tmp_path):
 
 def test_the_process_steps_back_before_it_has_begun():
     """An interpreter's start is 0.1 s of CPU, beside training."""
-    with ShardWriter() as one:
+    with started() as one:
         assert os.getpriority(os.PRIO_PROCESS, one.pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_without_being_told_to_there_is_no_process_until_it_is_needed(arena, tmp_path):
-    with ShardWriter(at_once=False) as one:
+    with contextlib.closing(ShardWriter()) as one:
         assert one.pid is None
         one.ready()
         assert ready(one, arena, tmp_path / "shard") == one.pid
@@ -616,7 +626,7 @@ def test_the_process_has_the_ranks_environment_and_one_thread(arena, tmp_path, m
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("HPCTRAIN_FAULTS", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with ShardWriter() as one:
+    with contextlib.closing(ShardWriter()) as one:
         pid = ready(one, arena, tmp_path / "shard")
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         threads = status_kib(pid, "Threads")
@@ -635,7 +645,7 @@ def test_the_process_writes_from_the_arena_without_a_copy_of_it(one, arena, tmp_
 
 def test_what_the_process_says_goes_to_the_ranks_log(arena, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(writer, "BOOT", "print('these words'); raise SystemExit(1)")
-    with ShardWriter() as failing:
+    with started() as failing:
         failing.begin(small(tmp_path / "shard", arena), arena)
         with pytest.raises(CheckpointError, match="last words"):
             failing.wait(PATIENCE)
@@ -656,9 +666,11 @@ def test_neither_side_imports_torch_or_what_else_is_slow(module):
 
 FOREIGN = """
 os.environ["PYTHONPATH"] = {traps!r}
-with ShardWriter() as one:
-    one.begin(request({path!r}, 1, 4), arena)
-    print(one.wait(60).size, one.pid)
+one = ShardWriter()
+one.ready()
+one.begin(request({path!r}, 1, 4), arena)
+print(one.wait(60).size, one.pid)
+one.close()
 """
 
 

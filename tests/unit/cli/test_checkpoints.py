@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.store import commit, find, verify
+from hpctrain.checkpoint.store import find, verify
 from hpctrain.cli import checkpoints
 from hpctrain.cli.main import main
 from hpctrain.core.base import text
@@ -87,53 +87,6 @@ def test_list_as_json_has_the_same_facts(run, attempt):
 @pytest.mark.parametrize("name", ["list", "verify"])
 def test_a_run_without_checkpoints_says_so(run, name):
     assert call(run, name, "gpt-a") == (0, "gpt-a has no checkpoints\n")
-
-
-def test_show_prints_the_manifest(run, attempt):
-    support.save(run, attempt, 1000)
-
-    _, out = call(run, "show", "gpt-a", 1000)
-    _, as_json = call(run, "show", "gpt-a", 1000, "--json")
-
-    assert '{"dp_shard": 2}' in out
-    assert "shard-00001.safetensors  3,048  xxh3_64-blocks:" in out
-    shown = json.loads(as_json)
-    assert shown["attempt"] == 1
-    assert shown["state"] == "ok"
-    assert shown["size_bytes"] == sum(support.SHARDS.values())
-    assert shown["data"] == {"samples_consumed": 32_000, "seed": 1234}
-
-
-def test_show_of_a_torn_one_tells_why(run, attempt):
-    (path,) = support.save(run, attempt, 1000)
-    (path / MANIFEST_NAME).unlink()
-
-    code, out = call(run, "show", "gpt-a", 1000)
-
-    assert code == 0
-    assert "manifest is missing" in out
-
-
-def test_infinity_is_shown_in_strict_json(run, attempt):
-    staged, listed = support.stage(run, attempt, 1000)
-    listed.extra = {"best": [float("inf")]}
-    commit.publish(run, staged, listed, attempt)
-
-    _, out = call(run, "show", "gpt-a", 1000, "--json")
-
-    assert json.loads(out)["extra"] == {"best": ["inf"]}
-
-
-def test_show_cuts_long_values_which_json_has_in_full(run, attempt):
-    staged, listed = support.stage(run, attempt, 1000)
-    listed.rng = {"torch": "x" * 5000}
-    commit.publish(run, staged, listed, attempt)
-
-    _, out = call(run, "show", "gpt-a", 1000)
-    _, as_json = call(run, "show", "gpt-a", 1000, "--json")
-
-    assert "xxx... (5,013 characters, --json shows all)" in out
-    assert json.loads(as_json)["rng"] == listed.rng
 
 
 def test_verify_of_whole_checkpoints_ends_well_and_says_what_it_read(run, attempt):

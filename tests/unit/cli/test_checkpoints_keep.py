@@ -104,7 +104,6 @@ def test_a_pin_is_made_shown_and_taken_away(run, call):
     assert listed[-2].endswith("  ok")
     rows = json.loads(call("list", "gpt-a", "--json")[1])["checkpoints"]
     assert [row["pinned"] for row in rows] == [None, None, "table 2"]
-    assert json.loads(call("show", "gpt-a", 1000, "--json")[1])["pinned"] == "table 2"
 
     assert call("pin", "gpt-a", 1000, "--remove")[1] == "step 1000 of gpt-a is no longer pinned\n"
     assert call("pin", "gpt-a", 1000, "--remove")[1] == "step 1000 of gpt-a was not pinned\n"

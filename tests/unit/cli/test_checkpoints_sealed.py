@@ -11,11 +11,10 @@ from hpctrain.checkpoint.format.manifest import bytes_digest
 from hpctrain.checkpoint.sealed import files as manifest
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.cli import checkpoints
-from hpctrain.cli.checkpoints_keep import prune_sealed
 from hpctrain.cli.runs import _report
 from hpctrain.core.settings.schema import CheckpointSettings, Settings
 from hpctrain.core.settings.spec import Entry, Spec
-from hpctrain.errors import FileSystemFault, HpctrainError, NoCheckpoint, UsageError
+from hpctrain.errors import FileSystemFault, HpctrainError, NoCheckpoint
 from hpctrain.launch.resume import plan_resume
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
@@ -23,7 +22,7 @@ from hpctrain.ledger.run.event_types import CheckpointSealed
 from hpctrain.observe.status.reader import StatusReader, _checkpoints
 from tests.support import checkpoints as support
 from tests.support.fuzzing import cases, chances, odd
-from tests.support.ledger_runs import Story, event_of
+from tests.support.ledger_runs import event_of
 from tests.support.sealed import choose, seal
 
 
@@ -113,6 +112,7 @@ def test_verify_finds_damage_and_takes_what_was_pruned_for_none(run, out):
 
 
 def test_path_is_that_of_the_newest_whole_one_or_of_a_step(run, attempt, out):
+    (out / "checkpoint-50" / "model.bin").touch()  # no copy of it could be named instead
     assert call(run, "path", "gpt-a") == (0, f"{out / 'checkpoint-50'}\n")
     with pytest.raises(HpctrainError, match="no complete registered checkpoint of step 150"):
         call(run, "path", "gpt-a", "150")
@@ -180,50 +180,10 @@ def test_status_and_cancel_name_the_newest_of_the_programs_own(run, out):
     assert said == "cancelled job 7 of gpt; its newest registered checkpoint is /out/ckpt.pt"
 
 
-def test_prune_deletes_the_programs_own_only_when_asked_and_only_what_was_sealed(run, attempt, out):
-    for step in (200, 250):
-        folder = out / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "model.bin").write_bytes(b"%d" % step)
-        seal(run, attempt, folder, step)
-    (out / "checkpoint-50" / "notes.txt").write_text("my own")
-
-    prune_sealed(run, 1, is_idle=True, dry_run=True, as_json=False)
-    with pytest.raises(HpctrainError, match="may be using"):
-        prune_sealed(run, 1, is_idle=False, dry_run=False, as_json=False)
-    assert len(list(out.rglob("model.bin"))) == 5
-    prune_sealed(run, 1, is_idle=True, dry_run=False, as_json=True)
-
-    assert sorted(p.name for p in out.iterdir()) == ["checkpoint-250", "checkpoint-50", "pruned"]
-    assert [p.name for p in (out / "checkpoint-50").iterdir()] == ["notes.txt"]
-    assert call(run, "path", "gpt-a") == (0, f"{out / 'checkpoint-250'}\n")
-    assert len(json.loads(call(run, "list", "gpt-a", "--json")[1])["sealed"]) == 1
-
-
-def test_prune_keeps_the_path_of_a_copy_that_stays(run, attempt, tmp_path):
-    path = tmp_path / "ckpt.pt"
-    for step in (1, 2, 3):
-        path.write_bytes(b"%d" % step)
-        seal(run, attempt, path, step, copy=True)
-
-    prune_sealed(run, 1, is_idle=True, dry_run=False, as_json=True)
-
-    assert path.read_bytes() == b"3"
-    assert len(list(run.sealed.iterdir())) == 1
-
-
-@pytest.mark.parametrize("flags", [[], ["--keep-last", "1", "--keep-every", "5"]])
-def test_prune_of_sealed_ones_takes_a_number_and_nothing_else(tmp_path, flags):
-    run = Story(tmp_path / "runs" / "gpt-a").run
-
-    with pytest.raises(UsageError, match="--sealed"):
-        call(run, "prune", "gpt-a", "--sealed", *flags)
-
-
 def proved(raw):
     """SEAL.json with these values, as its writer's own digest proves it."""
     body = json.dumps(raw, indent=1).removesuffix("\n}").encode("ascii", "replace")
-    return body + manifest._end(bytes_digest(body))
+    return body + manifest.sealed_by(bytes_digest(body))
 
 
 def changed(content, chance):

@@ -87,7 +87,7 @@ def test_a_save_is_there_whole_or_was_told_to_have_failed(run, faults):
         if raised is None:
             assert there.path == saved[0], (fault, "it was told to be saved")
         newest = there.step
-        retention.prune(run, keep_last=2, attempt=attempt)
+        retention.prune(run, retention.Rules(2), attempt=attempt)
 
     assert tried > 2
     assert support.save(run, attempt, next(steps))

@@ -73,7 +73,7 @@ def test_a_pin_from_the_login_node_holds_from_the_moment_it_is_made(nodes):
     retention.pin(login, 1000)
     assert retention.pinned(here) == {}, "nothing is cached here: this shows nothing"
 
-    assert retention.prune(here, keep_last=1, attempt=attempt) == [2000]
+    assert retention.prune(here, retention.Rules(1), attempt=attempt) == [2000]
 
     assert find.steps(here) == [3000, 1000]
 

@@ -124,7 +124,7 @@ def test_a_pin_that_comes_just_before_its_checkpoint_would_go_keeps_it(nodes, at
     support.save(here, attempt, 1, 2, 3)
 
     at("prune.rename", lambda: retention.pin(login, 1, "kept"))
-    gone = retention.prune(here, keep_last=1, attempt=attempt)
+    gone = retention.prune(here, retention.Rules(1), attempt=attempt)
 
     assert gone == [2]
     assert retention.pinned(login) == {1: "kept"}

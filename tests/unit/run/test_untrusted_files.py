@@ -42,7 +42,6 @@ COMMANDS = (
     "report lm --output page.html",
     "profile lm",
     "checkpoints list lm",
-    "checkpoints show lm 50",
     "checkpoints verify lm --deep",
     "checkpoints prune lm --dry-run",
     "tensorboard lm --dry-run",

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from hpctrain.checkpoint.exchange import contents, safetensors, to_torch
 from hpctrain.checkpoint.exchange import export as exports
 from hpctrain.checkpoint.exchange import export as places
-from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
+from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype
 from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.core.settings.schema import replaced
 from hpctrain.core.settings.spec import load_spec
@@ -181,28 +181,16 @@ def with_objects():
     return tensors
 
 
-def test_objects_of_an_optimizers_state_are_python_objects(run, call, tmp_path):
-    save(run, 5, with_objects())
-
-    assert (
-        call("export", run.name, 5, tmp_path / "all.pt", "--to", "torch", "--what", "all")[0] == 0
-    )
-
-    state = torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"]["layer.weight"]
-    assert state.keys() == {"exp_avg", "step", "rate", "is_warm", "history"}
-    assert (state["step"], state["rate"], state["is_warm"]) == (41, 0.1, True)
-    first, second, third, last = state["history"]["seen"]
-    assert (first, second, third.tolist(), last) == (1, 2.5, [0.0, 1.0, 2.0], (True, None))
-    assert state["history"][7] == 2**70
-    assert state["history"]["seen.2"].tolist() == [1.0]
-    assert state["history"]["odd"] == {"__hpctrain__": "Counter", "items": [["a", 1], ["b", 1]]}
-
-
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
 def test_objects_come_back_by_an_import_as_they_were(run, call, tmp_path, kind):
     path = tmp_path / ("all.pt" if kind == "torch" else "all")
     save(run, 5, with_objects())
     call("export", run.name, 5, path, "--to", kind, "--what", "all")
+    if kind == "torch":  # numbers and objects are no tensors of the optimizer's
+        whole = torch.load(path, weights_only=True)
+        assert {key: [*state] for key, state in whole["optimizer"].items()} == {
+            "layer.weight": ["exp_avg"]
+        }
     other = made_run(tmp_path, "lm-2")
 
     assert call("import", path, "--run", other.name, "--step", 5)[0] == 0
@@ -255,7 +243,7 @@ def test_not_a_number_stays_one_when_rounded():
     worst = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000], "<u4").view(np.uint8)
     rounded = to_dtype(Tensor("x", "F32", (3,), lambda: worst), "BF16").read()
 
-    assert np.isnan(widened(rounded, "BF16")).all()
+    assert np.isnan((rounded.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")).all()
 
 
 @pytest.mark.parametrize(("dtype", "target"), [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32")])
@@ -273,17 +261,6 @@ def test_rounding_takes_no_more_memory_than_both_tensors(monkeypatch, dtype, tar
 
     assert rounded.tobytes() == values.to(words[target]).view(torch.uint8).numpy().tobytes()
     assert peak < rounded.nbytes + 32 * contents.AT_ONCE
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
-def test_small_floats_mean_what_torch_says(dtype):
-    codes = torch.arange(256 if dtype.itemsize == 1 else 65536)
-    tensor = codes.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
-    word = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}.get(dtype, "BF16")
-
-    mine = widened(tensor.view(torch.uint8).numpy(), word)
-
-    np.testing.assert_array_equal(mine, tensor.float().numpy())
 
 
 def test_what_fp16_cannot_hold_is_refused_by_name(run, call, tmp_path):
@@ -336,14 +313,15 @@ def test_an_existing_file_is_never_touched_nor_is_anything_written(
 
 
 def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path):
-    with places.placing(tmp_path / "out", ["x"], 0) as place:
-        place.temporary("x").write_text("new")
-        (tmp_path / "out" / "x").write_text("mine")
-        with pytest.raises(places.UsageError, match="exists"):
-            place.finish()
-        place.clear()
+    def write():
+        with places.placing(tmp_path / "out", ["w", "x"], 0) as place:
+            for name in ("w", "x"):
+                place(name).write_text("new")
+            (tmp_path / "out" / "x").write_text("mine")
 
-    assert (tmp_path / "out" / "x").read_text() == "mine"
+    with pytest.raises(places.UsageError, match="exists"):
+        write()
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {"x": "mine"}
 
 
 def test_where_links_are_not_possible_a_name_is_given_by_renaming(tmp_path, monkeypatch):
@@ -352,8 +330,7 @@ def test_where_links_are_not_possible_a_name_is_given_by_renaming(tmp_path, monk
 
     monkeypatch.setattr(os, "link", no_links)
     with places.placing(tmp_path, ["x"], 0) as place:
-        place.temporary("x").write_text("new")
-        place.finish()
+        place("x").write_text("new")
 
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 

@@ -136,7 +136,6 @@ def test_an_export_of_everything_comes_back_as_it_was(run, call, tmp_path, kind,
     for field in ("data", "rng", "extra", "world_size", "mesh"):
         assert getattr(after, field) == getattr(before, field)
     assert after.run_id == "id-of-lm-2"
-    assert call("diff", f"{run.name}:7", f"{other.name}:7")[0] == 0
 
 
 def test_another_runs_checkpoint_is_taken_as_it_is(run, call, tmp_path):
@@ -146,7 +145,9 @@ def test_another_runs_checkpoint_is_taken_as_it_is(run, call, tmp_path):
     assert call("import", path, "--run", other.name, "--step", 9)[0] == 0
 
     assert bits(loaded(other, 9)) == bits(some())
-    assert call("diff", f"{run.name}:7", f"{other.name}:9")[0] == 0
+    before, after = find.look(run, 7).manifest, find.look(other, 9).manifest
+    for field in ("data", "rng", "extra"):
+        assert getattr(after, field) == getattr(before, field)
 
 
 def test_weights_alone_of_our_own_come_without_the_rest(run, call, tmp_path):

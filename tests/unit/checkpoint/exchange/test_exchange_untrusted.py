@@ -456,11 +456,14 @@ def test_a_dcp_file_that_is_missing_is_refused(run, call, tmp_path):
         ("missing.pt", "2.6.0", False),
     ],
 )
-def test_what_an_older_torch_risks_is_told_of_files_that_it_reads(tmp_path, name, version, told):
+def test_what_an_older_torch_risks_is_told_of_files_that_it_reads(
+    tmp_path, monkeypatch, name, version, told
+):
+    monkeypatch.setattr(import_into.metadata, "version", lambda _: version)
     (tmp_path / "x.pt").write_bytes(b"PK\3\4" + b"\0" * 20)
     (tmp_path / "x.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}")
 
-    risk = import_into.risk(tmp_path / name, version=version)
+    risk = import_into.risk(tmp_path / name)
 
     assert ("CVE-2026-24747" in risk and version in risk) if told else risk == ""
 
