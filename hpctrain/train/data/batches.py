@@ -22,9 +22,9 @@ from hpctrain.core.base.mesh import (
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hpctrain.train.data.order import SampleOrder
+    from hpctrain.train.data.order import SampleOrder, WalkOrder
 
 
 class Holes:
@@ -36,9 +36,6 @@ class Holes:
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._ranges)
 
     def add(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Leave out these too; the same ones again change nothing."""
@@ -74,6 +71,28 @@ class Holes:
     def state(self) -> dict[str, list[list[int]]]:
         """For a state_dict: nothing where there is no hole."""
         return {"holes": [list(each) for each in self._ranges]} if self._ranges else {}
+
+
+def require_order(state: Mapping[str, Any], order: WalkOrder) -> None:
+    """Refuse the state of another order: samples would be skipped or seen twice."""
+    for key, own in (("seed", order.seed), ("size", order.size)):
+        if state.get(key) != own:
+            raise CheckpointError(
+                f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
+                "samples would be skipped or seen twice; set seed, shuffle and dataset back, "
+                "or start a new run"
+            )
+
+
+def count_in(state: Mapping[str, Any], key: str) -> int:
+    """A count of samples or epochs in a state_dict; refused where it is none."""
+    value = state.get(key)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(
+            f"data state has {key} {value!r}, not a count of samples or epochs; "
+            "resume from another checkpoint"
+        )
+    return value
 
 
 def holes_of(state: Any) -> list[tuple[int, int]]:
@@ -282,18 +301,7 @@ class GlobalBatches:
         Raises:
             CheckpointError: the state is of another order: samples would be skipped or seen twice.
         """
-        consumed = state.get("samples_consumed")
-        if type(consumed) is not int or consumed < 0:
-            raise CheckpointError(
-                f"data state has samples_consumed {consumed!r}, not a count of samples; "
-                "resume from another checkpoint"
-            )
-        for key, own in (("seed", self.order.seed), ("size", self.order.size)):
-            if state.get(key) != own:
-                raise CheckpointError(
-                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
-                    "samples would be skipped or seen twice; set seed and data back, "
-                    "or start a new run"
-                )
+        require_order(state, self.order)
+        consumed = count_in(state, "samples_consumed")
         self._holes.add(holes_of(state))
         self.consumed = consumed

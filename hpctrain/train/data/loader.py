@@ -12,14 +12,16 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hpctrain.core.base.mesh import ANY_PASSES, MicrobatchRules
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.train.data.batches import (
     Holes,
     MicrobatchSamples,
     StepBatch,
+    count_in,
     cut_step,
     holes_of,
     mean_weight,
+    require_order,
 )
 from hpctrain.train.data.order import FileOrder, Mixture, MixtureOrder, SampleOrder
 
@@ -219,17 +221,11 @@ class Loader:
             CheckpointError: the state is of another order: samples would be skipped or seen twice.
         """
         self.close()
-        consumed = _count(state, "samples_consumed")
-        for key, own in (("seed", self._order.seed), ("size", self._order.size)):
-            if state.get(key) != own:
-                raise CheckpointError(
-                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
-                    "samples would be skipped or seen twice; set seed, shuffle and dataset back, "
-                    "or start a new run"
-                )
+        require_order(state, self._order)
+        consumed = count_in(state, "samples_consumed")
         epoch, offset = divmod(consumed, self._order.size)
         if "epoch" in state:  # GlobalBatches has none: it leaves nothing out at an epoch's end
-            epoch, offset = _count(state, "epoch"), _count(state, "epoch_samples")
+            epoch, offset = count_in(state, "epoch"), count_in(state, "epoch_samples")
         if isinstance(self._order, MixtureOrder):
             position = epoch * self._order.size + offset
             self._order.load_state_dict(state.get("mixture"), position)
@@ -329,7 +325,7 @@ class Loader:
         generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
         reader: Any = DataLoader(
             self.dataset,
-            batch_sampler=_Lists(self._walk),
+            batch_sampler=self._walk(),
             generator=generator,
             **self._options,
         )
@@ -341,16 +337,6 @@ class _EpochPlace(NamedTuple):
 
     epoch: int
     offset: int
-
-
-class _Lists:
-    """What torch's DataLoader takes for a batch sampler."""
-
-    def __init__(self, walk: Callable[[], Iterator[list[int]]]) -> None:
-        self._walk = walk
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._walk()
 
 
 def length_of(dataset: Any) -> int:
@@ -443,13 +429,3 @@ def _check(rules: BatchRules, size: int) -> None:
             f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "
             f"global_batch={rules.global_batch}; take a smaller batch, or drop_last=False"
         )
-
-
-def _count(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(
-            f"data state has {key} {value!r}, not a count of samples or epochs; "
-            "resume from another checkpoint"
-        )
-    return value

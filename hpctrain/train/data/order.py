@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+
+    WalkOrder: TypeAlias = "FileOrder | SampleOrder | MixtureOrder"
+    """What a loader walks through: a sample for each global position, counted over all epochs."""
 
 
 ROUNDS = 8
@@ -38,21 +41,6 @@ _TABLE_BITS = 12
 """Of half a number: up to 16 million samples a round's results are a small table."""
 _FEW = 10
 """Below so many values a loop is faster than numpy's eight rounds alone."""
-
-
-class WalkOrder(Protocol):
-    """What a loader walks through: a sample for each global position, counted over all epochs."""
-
-    @property
-    def size(self) -> int:
-        """Samples of an epoch."""
-
-    @property
-    def seed(self) -> int | None:
-        """None where nothing is shuffled."""
-
-    def take(self, positions: Sequence[int]) -> list[int]:
-        """The samples at these global positions."""
 
 
 def _as_integers(positions: Sequence[int]) -> Sequence[int]:
@@ -273,7 +261,7 @@ class MixtureOrder:
         self._begins = [0, *accumulate(sizes)]
         # One without samples has no places either, but no order could be made for it.
         whole = [max(1, size) for size in sizes]
-        self._orders: list[WalkOrder] = [
+        self._orders: list[FileOrder | SampleOrder] = [
             FileOrder(size) if seed is None else SampleOrder(size, seed * 1_000_003 + number)
             for number, size in enumerate(whole, start=1)
         ]

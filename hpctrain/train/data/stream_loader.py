@@ -11,6 +11,7 @@ promises are held by tests/unit/data/test_stream_loader.py and tests/engines/tes
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from hpctrain.core.base.mesh import ANY_PASSES
+from hpctrain.core.world import one_line
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.data.batches import (
     MicrobatchSamples,
@@ -64,16 +66,6 @@ class StreamRules(NamedTuple):
     replay: bool = False
 
 
-class Ranks(NamedTuple):
-    """How this rank speaks with the others; both are collective."""
-
-    place: Callable[[], DataPlace]
-    numbers: Callable[[list[int]], list[list[int]]]
-    """Equally many numbers of every rank, on every rank."""
-    values: Callable[[Any], list[Any]]
-    """A value of every rank, on every rank."""
-
-
 class StreamLoader:
     """A rank's batches of an iterable dataset, as `Run.stream_loader` makes them.
 
@@ -95,7 +87,8 @@ class StreamLoader:
         source: Source,
         rules: StreamRules,
         *,
-        ranks: Ranks,
+        place: Callable[[], DataPlace],
+        gather: Callable[[Any], list[Any]],
         watch: AbstractContextManager[None],
         options: Mapping[str, Any],
     ) -> None:
@@ -104,7 +97,7 @@ class StreamLoader:
         self.epoch = 0
         self._source = source
         self._rules = rules
-        self._ranks = ranks
+        self._place, self._gather = place, gather
         self._watch = watch
         self._options = dict(options)
         self._collate = self._options.pop("collate_fn", None) or default_collate
@@ -116,7 +109,7 @@ class StreamLoader:
         self._turns: dict[str, Any] | None = None
         self._stream: Iterator[_Part] | None = None
         self._is_dry = False
-        self._spare: Any = None
+        self._spare: list[Any] = []
         check_first(source, self._first_readers())
 
     # ---- what a program calls
@@ -135,7 +128,7 @@ class StreamLoader:
         As `Loader.weight`; 0.0 on a rank whose readers have no more, which gets a sample only to
         keep step with the others.
         """
-        return mean_weight(self.taken, self._ranks.place().ranks)
+        return mean_weight(self.taken, self._place().ranks)
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch; a whole one if nothing of it was consumed. Collective."""
@@ -144,7 +137,7 @@ class StreamLoader:
                 batch = self._next_of_epoch()
             if batch is None:
                 return
-            yield self._handed(batch)
+            yield self._handed(*batch)
 
     def __next__(self) -> Any:
         """This rank's part of the next batch; with micro-batches a list of them. Collective."""
@@ -152,7 +145,7 @@ class StreamLoader:
             batch = None
             while batch is None:  # not for ever: an epoch without a batch is refused
                 batch = self._next_of_epoch()
-        return self._handed(batch)
+        return self._handed(*batch)
 
     def close(self) -> None:
         """End the workers; the next batch starts new ones. What they have read ahead is dropped."""
@@ -161,10 +154,10 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where all readers stand: equal on all ranks, and JSON. Collective."""
-        place = self._ranks.place()
+        place = self._place()
         own = {n: self._places[n] for n in range(place.rank, self.readers, place.ranks)}
         places, turns = list(self._places), [0] * place.ranks
-        for rank, turn, theirs in self._ranks.values((place.rank, self._turn, own)):
+        for rank, turn, theirs in self._gather((place.rank, self._turn, own)):
             turns[rank] = turn
             for number, reader_place in theirs.items():
                 places[number] = reader_place
@@ -207,10 +200,10 @@ class StreamLoader:
 
     # ---- one batch
 
-    def _next_of_epoch(self) -> _Batch | None:
+    def _next_of_epoch(self) -> tuple[_Part | None, int, DataPlace] | None:
         """The next batch, the same one on all ranks; None at the end of an epoch."""
         part, trouble = self._read_part()
-        place = self._ranks.place()
+        place = self._place()
         count = FAILED if trouble else part.samples if part else 0
         counts = self._exchange(place, count)
         if FAILED in counts:
@@ -218,7 +211,7 @@ class StreamLoader:
             self._raise_together(trouble)
         total = sum(counts)
         if total and (total == self._rules.global_batch or not self._rules.drop_last):
-            return _Batch(part, total, place)
+            return part, total, place
         if not self._epoch_samples:
             raise UsageError(
                 f"run.stream_loader: {self.readers} readers together have {total} samples for a "
@@ -229,7 +222,7 @@ class StreamLoader:
         self.close()
         self.epoch += 1
         self._places = [ReaderPlace()] * self.readers
-        self._epoch_samples, self._turn, self._turns, self._spare = 0, 0, None, None
+        self._epoch_samples, self._turn, self._turns, self._spare = 0, 0, None, []
         return None
 
     def _read_part(self) -> tuple[_Part | None, Exception | None]:
@@ -248,7 +241,7 @@ class StreamLoader:
 
     def _exchange(self, place: DataPlace, count: int) -> list[int]:
         """The samples that each of the ranks has that read different ones."""
-        rows = {(rank, theirs) for rank, theirs in self._ranks.numbers([place.rank, count])}
+        rows = {(rank, theirs) for rank, theirs in self._gather([place.rank, count])}
         counts = [theirs for _, theirs in rows]
         if len(rows) != place.ranks and FAILED not in counts:
             raise HpctrainError(
@@ -259,28 +252,26 @@ class StreamLoader:
         return counts
 
     def _raise_together(self, trouble: Exception | None) -> NoReturn:
-        line = None if trouble is None else _one_line(trouble)
-        lines = self._ranks.values(line)
+        lines = self._gather(None if trouble is None else one_line(trouble))
         if trouble is not None:
             raise trouble
         rank, why = next((rank, why) for rank, why in enumerate(lines) if why)
         raise HpctrainError(f"run.stream_loader: rank {rank} could not read its batch: {why}")
 
-    def _handed(self, batch: _Batch) -> Any:
-        """A batch from here on counts as consumed."""
-        part, first = batch.part, self.consumed
-        template = self._template(batch.place)
+    def _handed(self, part: _Part | None, total: int, place: DataPlace) -> Any:
+        """A batch of `total` samples from here on counts as consumed."""
+        first, template = self.consumed, self._template(place)
         if part is not None:
             collated, weights = part.pieces, part.weights
             for number, samples, is_done, state in part.places:
                 self._places[number] = ReaderPlace(samples, is_done, state)
             self._turn = (part.worker + 1) % max(1, self._options["num_workers"])
         else:
-            is_full = _needs_shape(batch.place)
+            is_full = _needs_shape(place)
             weights = [[0.0] * (len(piece.weights) if is_full else 1) for piece in template]
             collated = [self._spare_piece(len(own)) for own in weights]
-        self.consumed += batch.total
-        self._epoch_samples += batch.total
+        self.consumed += total
+        self._epoch_samples += total
         pieces = [
             MicrobatchSamples([], own, piece.leaf if any(own) else None)
             for own, piece in zip(weights, template, strict=True)
@@ -290,11 +281,11 @@ class StreamLoader:
 
     def _spare_piece(self, size: int) -> Any:
         """What a rank without samples computes on, lest the others wait for it."""
-        if self._spare is None:
+        if not self._spare:
             for number in range(self.readers):
                 reader = OpenReader(self._source, number, self.readers, self.epoch, ReaderPlace())
-                self._spare = next(([sample] for sample in _samples(reader)), None)
-                if self._spare is not None:
+                with contextlib.suppress(StopIteration):
+                    self._spare = [reader.take()]
                     break
         return self._collate(self._spare * size)
 
@@ -303,7 +294,7 @@ class StreamLoader:
     def _start(self) -> Iterator[_Part]:
         import torch
 
-        place, workers = self._ranks.place(), self._options["num_workers"]
+        place, workers = self._place(), self._options["num_workers"]
         own = range(place.rank, self.readers, place.ranks)
         if self.readers % place.ranks:
             log.warning(
@@ -340,7 +331,7 @@ class StreamLoader:
 
     def _first_readers(self) -> int:
         """How many a new run has."""
-        ranks, workers = self._ranks.place().ranks, max(1, self._options["num_workers"])
+        ranks, workers = self._place().ranks, max(1, self._options["num_workers"])
         return self._rules.readers or default_readers(self._source, ranks, workers)
 
     def _first_turn(self, place: DataPlace, workers: int) -> int:
@@ -376,12 +367,6 @@ class StreamLoader:
                 f"some of {place.ranks} ranks; take one that has"
             )
         return cuts[place.rank]
-
-
-class _Batch(NamedTuple):
-    part: _Part | None
-    total: int
-    place: DataPlace
 
 
 class _Part(NamedTuple):
@@ -508,19 +493,8 @@ def _hide_worker() -> None:
     worker._worker_info = None  # noqa: SLF001 - torch has no other way
 
 
-def _samples(reader: OpenReader) -> Iterator[Any]:
-    try:
-        yield reader.take()
-    except StopIteration:
-        return
-
-
 def _as_it_is(part: Any) -> Any:
     return part
-
-
-def _one_line(error: BaseException) -> str:
-    return (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
 
 
 # ---- making one
@@ -531,10 +505,13 @@ def make_stream_loader(
     rules: StreamRules,
     options: LoaderOptions,
     *,
-    ranks: Ranks,
+    place: Callable[[], DataPlace],
+    gather: Callable[[Any], list[Any]],
     watch: AbstractContextManager[None],
 ) -> StreamLoader:
     """A stream loader, or a line that says why there can be none.
+
+    `gather` returns a value of every rank, on every rank.
 
     Raises:
         UsageError: nobody says how the dataset is divided, or where a reader stands; or a number
@@ -547,7 +524,7 @@ def make_stream_loader(
         raise UsageError(f"{caller}: readers={readers!r} is not a number of readers")
     torchs = torch_options(options, caller)
     source = source_of(dataset, replay=rules.replay)
-    return StreamLoader(source, rules, ranks=ranks, watch=watch, options=torchs)
+    return StreamLoader(source, rules, place=place, gather=gather, watch=watch, options=torchs)
 
 
 def default_readers(source: Source, ranks: int, workers: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpctrain.core.base.files import is_plain, open_plain
 from hpctrain.errors import NotFound, UsageError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     Tokens = npt.NDArray[np.integer]
+    TokenStream: TypeAlias = "FlatTokens | MegatronTokens | ArrowTokens"
+    """All tokens of a data set in one row, and where its documents end."""
 
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -35,20 +37,6 @@ _ROWS_AT_ONCE = 1 << 18
 _LLM_C_MAGIC = 20240520
 _INTEGERS = {"int8", "int16", "int32", "int64"}
 _LISTS = ("list<", "large_list<", "fixed_size_list<")
-
-
-class TokenStream(Protocol):
-    """All tokens of a data set in one row, and where its documents end."""
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-
-    def read(self, first: int, last: int) -> Tokens:
-        """The tokens [first, last); a view of the mapped file where they lie in one piece."""
-
-    def document_ends(self) -> npt.NDArray[np.int64] | None:
-        """After which token each document ends; None where the file does not say."""
 
 
 class TokenSequences:
@@ -269,20 +257,17 @@ class MegatronTokens(_MappedTokens):
 
     @property
     def _sizes(self) -> npt.NDArray[np.int32]:
-        sizes: npt.NDArray[np.int32] = self._part("<i4", 0, self.sequences)
-        return sizes
+        return self._part("<i4", 0, self.sequences)
 
     @property
     def _pointers(self) -> npt.NDArray[np.int64]:
-        pointers: npt.NDArray[np.int64] = self._part("<i8", 4 * self.sequences, self.sequences)
-        return pointers
+        return self._part("<i8", 4 * self.sequences, self.sequences)
 
     @property
     def _document_indices(self) -> npt.NDArray[np.int64]:
-        indices: npt.NDArray[np.int64] = self._part("<i8", 12 * self.sequences, self.documents)
-        return indices
+        return self._part("<i8", 12 * self.sequences, self.documents)
 
-    def _part(self, kind: str, after: int, count: int) -> Any:
+    def _part(self, kind: str, after: int, count: int) -> npt.NDArray[Any]:
         import numpy as np
 
         offset = _HEADER.size + after

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.core.world import gather
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.data.loader import DataPlace
-from hpctrain.train.data.stream_loader import Ranks, StreamLoader
+from hpctrain.train.data.stream_loader import StreamLoader
 from hpctrain.train.engines import state as names
 from hpctrain.train.engines.state import parameters
 from hpctrain.train.runtime.fitting import NAME as GROUPS
@@ -213,11 +213,6 @@ class Program:
         if self.engine is None:
             return DataPlace(self._world.rank, self._world.world_size)
         return DataPlace(self.engine.data_rank, self.engine.data_ranks, self.engine.passes)
-
-    def ranks(self) -> Ranks:
-        """How a loader speaks with those of the other ranks."""
-        speak = partial(gather, self._world)
-        return Ranks(self.data_place, numbers=speak, values=speak)
 
     def consumed(self) -> int | None:
         """Samples consumed by all ranks, where the data tells."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.util import Finalize
 from numbers import Integral
 from pathlib import Path
@@ -23,6 +24,7 @@ from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_JOB_END
 from hpctrain.core.device import device_name, is_accelerator
 from hpctrain.core.testing import points
+from hpctrain.core.world import gather
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.event_types import (
     CheckpointRestored,
@@ -297,8 +299,9 @@ class Run:
 
         options.setdefault("pin_memory", is_accelerator(self.world.device))
         rules = StreamRules(global_batch, micro_batch, drop_last, readers, replay)
-        ranks, watch = self._program.ranks(), self.timed("data")
-        loader = make_stream_loader(dataset, rules, options, ranks=ranks, watch=watch)
+        place, watch = self._program.data_place, self.timed("data")
+        speak = partial(gather, self.world)
+        loader = make_stream_loader(dataset, rules, options, place=place, gather=speak, watch=watch)
         self._program.add_data(name, loader)
         return loader
 
