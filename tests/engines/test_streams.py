@@ -116,9 +116,9 @@ def alone_or_together():
 
 def attempt(dataset, state, steps, *, workers=0, **rules):
     """What this rank's batches used, and the state behind them; of an epoch for `steps` < 0."""
-    from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
+    from hpctrain.train.data.stream_loader import StreamLoader, StreamRules
 
-    loader = make_stream_loader(
+    loader = StreamLoader(
         dataset,
         StreamRules(**{"global_batch": 10, **rules}),
         {"workers": workers, "collate_fn": numbers_of},
@@ -206,9 +206,9 @@ def test_as_many_ranks_go_on_as_if_nothing_had_stopped_them():
 
 def _fails(dataset):
     """What each rank says of a reader that raises, and how it goes on."""
-    from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
+    from hpctrain.train.data.stream_loader import StreamLoader, StreamRules
 
-    loader = make_stream_loader(
+    loader = StreamLoader(
         dataset,
         StreamRules(8, readers=4),
         {"collate_fn": numbers_of},

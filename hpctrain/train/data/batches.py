@@ -20,11 +20,12 @@ from hpctrain.core.base.mesh import (
     shares,
 )
 from hpctrain.errors import CheckpointError
+from hpctrain.train.data.order import count_in, is_count, require_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hpctrain.train.data.order import SampleOrder, WalkOrder
+    from hpctrain.train.data.order import SampleOrder
 
 
 class Holes:
@@ -73,28 +74,6 @@ class Holes:
         return {"holes": [list(each) for each in self._ranges]} if self._ranges else {}
 
 
-def require_order(state: Mapping[str, Any], order: WalkOrder) -> None:
-    """Refuse the state of another order: samples would be skipped or seen twice."""
-    for key, own in (("seed", order.seed), ("size", order.size)):
-        if state.get(key) != own:
-            raise CheckpointError(
-                f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
-                "samples would be skipped or seen twice; set seed, shuffle and dataset back, "
-                "or start a new run"
-            )
-
-
-def count_in(state: Mapping[str, Any], key: str) -> int:
-    """A count of samples or epochs in a state_dict; refused where it is none."""
-    value = state.get(key)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(
-            f"data state has {key} {value!r}, not a count of samples or epochs; "
-            "resume from another checkpoint"
-        )
-    return value
-
-
 def holes_of(state: Any) -> list[tuple[int, int]]:
     """What a state_dict says of holes; none where it says nothing.
 
@@ -110,10 +89,7 @@ def holes_of(state: Any) -> list[tuple[int, int]]:
 
 
 def _is_range(value: Any) -> bool:
-    match value:
-        case [int(first), int(last)]:
-            return type(first) is type(last) is int and first >= 0 <= last
-    return False
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))  # noqa: PLR2004
 
 
 def rank_positions(first_position: int, global_batch: int, rank: int, world_size: int) -> range:

@@ -17,13 +17,18 @@ from hpctrain.train.data.batches import (
     Holes,
     MicrobatchSamples,
     StepBatch,
-    count_in,
     cut_step,
     holes_of,
     mean_weight,
+)
+from hpctrain.train.data.order import (
+    FileOrder,
+    Mixture,
+    MixtureOrder,
+    SampleOrder,
+    count_in,
     require_order,
 )
-from hpctrain.train.data.order import FileOrder, Mixture, MixtureOrder, SampleOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,21 +118,35 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        order: WalkOrder,
         rules: BatchRules,
+        options: LoaderOptions,
         *,
         place: Callable[[], DataPlace],
         watch: AbstractContextManager[None],
-        options: Mapping[str, Any],
     ) -> None:
-        """Use `Run.loader`."""
+        """Use `Run.loader`.
+
+        Raises:
+            UsageError: the dataset has no length or no samples, or a number makes no sense.
+        """
+        size = length_of(dataset)
+        check_batch(rules.global_batch, rules.micro_batch, "run.loader")
+        if rules.drop_last and size < rules.global_batch:
+            raise UsageError(
+                f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "
+                f"global_batch={rules.global_batch}; take a smaller batch, or drop_last=False"
+            )
         self.dataset = dataset
         self.consumed = 0
-        self._order = order
+        self._order: WalkOrder
+        if isinstance(dataset, Mixture):
+            self._order = dataset.sample_order(rules.seed)
+        else:
+            self._order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
         self._rules = rules
         self._place = place
         self._watch = watch
-        self._options = options
+        self._options = torch_options(options, "run.loader")
         self._at = _EpochPlace(0, 0)
         self._planned: deque[tuple[_EpochPlace, int, StepBatch]] = deque()
         self._holes = Holes()
@@ -361,30 +380,6 @@ def length_of(dataset: Any) -> int:
     return size
 
 
-def make_loader(
-    dataset: Any,
-    rules: BatchRules,
-    options: LoaderOptions,
-    *,
-    place: Callable[[], DataPlace],
-    watch: AbstractContextManager[None],
-) -> Loader:
-    """A loader, or a line that says why there can be none.
-
-    Raises:
-        UsageError: the dataset has no length or no samples, or a number makes no sense.
-    """
-    size = length_of(dataset)
-    _check(rules, size)
-    order: WalkOrder
-    if isinstance(dataset, Mixture):
-        order = dataset.sample_order(rules.seed)
-    else:
-        order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
-    torchs = torch_options(options, "run.loader")
-    return Loader(dataset, order, rules, place=place, watch=watch, options=torchs)
-
-
 def torch_options(options: LoaderOptions, caller: str) -> dict[str, Any]:
     """The options as torch's DataLoader has them.
 
@@ -420,12 +415,3 @@ def check_batch(global_batch: int, micro_batch: int | None, caller: str) -> None
         raise UsageError(f"{caller}: global_batch={global_batch!r} is not a number of samples")
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 0):
         raise UsageError(f"{caller}: micro_batch={micro_batch!r} is not a number from 0 on")
-
-
-def _check(rules: BatchRules, size: int) -> None:
-    check_batch(rules.global_batch, rules.micro_batch, "run.loader")
-    if rules.drop_last and size < rules.global_batch:
-        raise UsageError(
-            f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "
-            f"global_batch={rules.global_batch}; take a smaller batch, or drop_last=False"
-        )

@@ -31,6 +31,7 @@ from hpctrain.train.data.batches import (
     mean_weight,
 )
 from hpctrain.train.data.loader import check_batch, torch_options
+from hpctrain.train.data.order import is_count
 from hpctrain.train.data.readers import (
     MOST_READERS,
     OpenReader,
@@ -84,22 +85,31 @@ class StreamLoader:
 
     def __init__(
         self,
-        source: Source,
+        dataset: Any,
         rules: StreamRules,
+        options: LoaderOptions,
         *,
         place: Callable[[], DataPlace],
         gather: Callable[[Any], list[Any]],
         watch: AbstractContextManager[None],
-        options: Mapping[str, Any],
     ) -> None:
-        """Use `Run.stream_loader`."""
+        """Use `Run.stream_loader`; `gather` returns a value of every rank, on every rank.
+
+        Raises:
+            UsageError: nobody says how the dataset is divided, or where a reader stands; or a
+                number makes no sense.
+        """
+        caller, readers = "run.stream_loader", rules.readers
+        check_batch(rules.global_batch, rules.micro_batch, caller)
+        if readers is not None and (type(readers) is not int or not 1 <= readers <= MOST_READERS):
+            raise UsageError(f"{caller}: readers={readers!r} is not a number of readers")
         self.consumed = 0
         self.epoch = 0
-        self._source = source
+        self._options = torch_options(options, caller)
+        self._source = source_of(dataset, replay=rules.replay)
         self._rules = rules
         self._place, self._gather = place, gather
         self._watch = watch
-        self._options = dict(options)
         self._collate = self._options.pop("collate_fn", None) or default_collate
         self._places: list[ReaderPlace] = []
         """Of all readers; those of other ranks are as they were when the state was loaded."""
@@ -110,7 +120,7 @@ class StreamLoader:
         self._stream: Iterator[_Part] | None = None
         self._is_dry = False
         self._spare: list[Any] = []
-        check_first(source, self._first_readers())
+        check_first(self._source, self._first_readers())
 
     # ---- what a program calls
 
@@ -321,7 +331,7 @@ class StreamLoader:
         generator = torch.Generator()  # of its own, lest the program's depend on restarts
         generator.manual_seed(self.consumed)
         reader: Any = DataLoader(
-            _Parts(share),
+            share,
             batch_size=None,
             collate_fn=_as_it_is,
             generator=generator,
@@ -382,8 +392,8 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What one rank reads."""
+class _Share(IterableDataset[_Part]):
+    """What one rank reads, for torch's DataLoader; each worker iterates its own part."""
 
     source: Source
     readers: int
@@ -396,26 +406,31 @@ class _Share:
     equal: bool
     collate: Callable[[list[Any]], Any]
 
-
-class _Parts(IterableDataset[_Part]):
-    """What torch's DataLoader iterates, in each worker its own part."""
-
-    def __init__(self, share: _Share) -> None:
-        self._share = share
-
     def __iter__(self) -> Iterator[_Part]:
         info = get_worker_info()
         at = info.id if info is not None else 0
         _hide_worker()
-        worker, share = self._share.workers[at], self._share
-        wanted = sum(sum(map(int, piece.weights)) for piece in share.template)
+        worker = self.workers[at]
+        wanted = sum(sum(map(int, piece.weights)) for piece in self.template)
         try:
-            draw = _Draw(share, share.places[at])
+            draw = _Draw(self, self.places[at])
             while samples := draw.take(wanted):
-                pieces, weights = _filled(share, samples)
+                pieces, weights = self._filled(samples)
                 yield _Part(worker, len(samples), pieces, weights, draw.moved())
         except HpctrainError as refusal:  # as it is: torch would put its own lines around it
             yield _Part(worker, 0, [], [], [], refusal)
+
+    def _filled(self, samples: list[Any]) -> tuple[list[Any], list[list[float]]]:
+        """The passes of a batch with these samples in them, and what each sample counts."""
+        left = iter(samples)
+        pieces, weights = [], []
+        for piece in self.template:
+            taken = list(islice(left, int(sum(piece.weights))))
+            size = len(piece.weights) if self.equal else max(1, len(taken))
+            missing = size - len(taken)
+            weights.append([1.0] * len(taken) + [0.0] * missing)
+            pieces.append(self.collate(taken + [samples[0]] * missing))
+        return pieces, weights
 
 
 class _Draw:
@@ -468,19 +483,6 @@ class _Draw:
         return self._open[number]
 
 
-def _filled(share: _Share, samples: list[Any]) -> tuple[list[Any], list[list[float]]]:
-    """The passes of a batch with these samples in them, and what each sample counts."""
-    left = iter(samples)
-    pieces, weights = [], []
-    for piece in share.template:
-        taken = list(islice(left, int(sum(piece.weights))))
-        size = len(piece.weights) if share.equal else max(1, len(taken))
-        missing = size - len(taken)
-        weights.append([1.0] * len(taken) + [0.0] * missing)
-        pieces.append(share.collate(taken + [samples[0]] * missing))
-    return pieces, weights
-
-
 def _needs_shape(place: DataPlace) -> bool:
     """Whether every pass must have as many samples as in a full batch."""
     return place.passes.equal or place.passes.leaves
@@ -497,34 +499,7 @@ def _as_it_is(part: Any) -> Any:
     return part
 
 
-# ---- making one
-
-
-def make_stream_loader(
-    dataset: Any,
-    rules: StreamRules,
-    options: LoaderOptions,
-    *,
-    place: Callable[[], DataPlace],
-    gather: Callable[[Any], list[Any]],
-    watch: AbstractContextManager[None],
-) -> StreamLoader:
-    """A stream loader, or a line that says why there can be none.
-
-    `gather` returns a value of every rank, on every rank.
-
-    Raises:
-        UsageError: nobody says how the dataset is divided, or where a reader stands; or a number
-            makes no sense.
-    """
-    caller = "run.stream_loader"
-    check_batch(rules.global_batch, rules.micro_batch, caller)
-    readers = rules.readers
-    if readers is not None and (type(readers) is not int or not 1 <= readers <= MOST_READERS):
-        raise UsageError(f"{caller}: readers={readers!r} is not a number of readers")
-    torchs = torch_options(options, caller)
-    source = source_of(dataset, replay=rules.replay)
-    return StreamLoader(source, rules, place=place, gather=gather, watch=watch, options=torchs)
+# ---- the state
 
 
 def default_readers(source: Source, ranks: int, workers: int) -> int:
@@ -543,7 +518,7 @@ def _places_of(state: Mapping[str, Any]) -> list[ReaderPlace]:
     if type(version) is not int or version != VERSION:
         raise _refused(f"is of version {version!r}, and version {VERSION} is read")
     for key in ("samples_consumed", "epoch"):
-        if not _is_count(state.get(key)):
+        if not is_count(state.get(key)):
             raise _refused(f"has {key} {state.get(key)!r}, not a count")
     rows = state.get("readers")
     if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_READERS:
@@ -561,7 +536,7 @@ def _place_of(number: int, row: Any) -> ReaderPlace:
     if not isinstance(row, list) or len(row) != len(ReaderPlace._fields):
         raise _refused(f"has no place of reader {number}")
     samples, is_done, state = row
-    if not _is_count(samples) or type(is_done) is not bool:
+    if not is_count(samples) or type(is_done) is not bool:
         raise _refused(f"has {samples!r} samples of reader {number}, done: {is_done!r}")
     return ReaderPlace(samples, is_done, None if state is None else json.dumps(state))
 
@@ -569,14 +544,10 @@ def _place_of(number: int, row: Any) -> ReaderPlace:
 def _are_turns(turns: Any) -> bool:
     return (
         isinstance(turns, dict)
-        and _is_count(turns.get("workers"))
+        and is_count(turns.get("workers"))
         and isinstance(turns.get("of_ranks"), list)
-        and all(map(_is_count, turns["of_ranks"]))
+        and all(map(is_count, turns["of_ranks"]))
     )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _refused(why: str) -> CheckpointError:

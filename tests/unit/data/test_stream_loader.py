@@ -12,9 +12,9 @@ from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.data.loader import DataPlace
 from hpctrain.train.data.readers import Source
 from hpctrain.train.data.stream_loader import (
+    StreamLoader,
     StreamRules,
     default_readers,
-    make_stream_loader,
 )
 from tests.unit.data.test_readers import Count, Stateless, stream
 
@@ -48,7 +48,7 @@ def alone(rank=0, ranks=1, passes=ANY_PASSES, others=(), lines=None):
 
 
 def make(dataset=four, *, ranks=None, options=None, **rules):
-    return make_stream_loader(
+    return StreamLoader(
         dataset,
         StreamRules(**{"global_batch": 6, "readers": 4, **rules}),
         options or {},
