@@ -1,7 +1,7 @@
 """A step under guard: what becomes of an update whose numbers are not finite, or jump.
 
 Loss and norm are the same numbers on every rank, so every rank decides alike without asking.
-tests/engines/test_nonfinite.py and test_spiking_steps.py hold the promises.
+tests/engines/test_nonfinite.py and test_guarded_runs.py hold the promises.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from hpctrain.core.base.env import HPCTRAIN_NODE
 from hpctrain.core.device import is_accelerator, random_state, set_random_state
 from hpctrain.core.world import gather
+from hpctrain.ledger.run.event_types import StepNotFinite
 from hpctrain.train.engines.norm import local
 from hpctrain.train.engines.state import modules, parameters
-from hpctrain.train.guards.rules import BadStep, Ruling, StepRules
+from hpctrain.train.guards.rules import StepRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from torch import nn
 
@@ -86,12 +86,7 @@ class BadNumbers:
                 self._handles += [before, module.register_forward_hook(self._look(stem + own))]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -154,8 +149,8 @@ class GuardListener(Protocol):
     def samples_of(self, microbatch: int) -> Sequence[int]:
         """The samples of one of this rank's microbatches of the step in hand."""
 
-    def not_finite(self, bad: BadStep) -> None:
-        """A step was not finite; raises where its ruling is to stop."""
+    def not_finite(self, bad: StepNotFinite, *, must_stop: bool) -> None:
+        """A step was not finite; raises if nothing more is to be trained."""
 
     def spiked(self, step: int, spike: Spike, *, is_left_out: bool) -> None:
         """A step's numbers have jumped."""
@@ -210,7 +205,7 @@ class StepGuard(StepRules):
             else:
                 self._was_bad = False
                 if self._rule is not None:
-                    self._rule.passed()
+                    self._rule.overflows = 0
             if engine.decides_alone and self._is_finite(norm):
                 self.accepts(norm)  # it has not asked
             if self._spike is not None:
@@ -250,21 +245,19 @@ class StepGuard(StepRules):
             return norm  # told once: every step after it is the same
         self._was_bad = True
         named = self._blame(seen)
-        ruling = Ruling.GO_ON
+        must_stop = False
         if self._leaves_out:
-            ruling = self._rule.met(self._count, transient=bool(transient))
-            if named["in_weights"]:
-                ruling = Ruling.STOP  # no step could be finite any more
-        bad = BadStep(
+            must_stop = self._rule.met(self._count, transient=bool(transient))
+            must_stop |= named["in_weights"]  # no step could be finite any more
+        bad = StepNotFinite(
             step=engine.begun + 1,
             loss=first_loss,
-            norm=first_norm,
+            grad_norm=first_norm,
             transient=transient,
-            is_left_out=engine.left_out,
-            ruling=ruling,
+            left_out=engine.left_out,
             **named,
         )
-        self._listener.not_finite(bad)
+        self._listener.not_finite(bad, must_stop=must_stop)
         return norm
 
     def _found_at_first(self) -> Found:
