@@ -32,6 +32,7 @@ from hpctrain.train.engines.norm import (
     clip_factor,
     global_norm,
     global_sum,
+    gradients_of,
     outer_copies,
     scale_,
     square_sum,
@@ -195,7 +196,7 @@ class Native(Engine):
 
     def update(self) -> float:
         """See `Engine`."""
-        gradients = self.gradients()
+        gradients = gradients_of(self.optimizer)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         norm = self.norm(gradients) / scale
         counts = self.loss_scale is None or self.loss_scale.update(norm)
@@ -219,15 +220,6 @@ class Native(Engine):
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.model.modules() if isinstance(module, FSDPModule))
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Of all parameters that the optimizer updates."""
-        return [
-            parameter.grad
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """Over all ranks. Collective."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,7 @@ from hpctrain.train.engines.stages import PassThrough, Stages, Tied, cut, passed
 from hpctrain.train.engines.state import parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -82,10 +82,10 @@ class Pipeline(Native):
         self.passes = passes_of(settings, mesh)
         self._name = settings.pp_schedule
         self._stages = stages
-        self._group = meshes.pp.get_group()
+        self._group = meshes.root["pp"].get_group()
         self._ready: dict[bool, tuple[Form, Any]] = {}
         self._forms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._round: _Round | None = None
+        self._share: Callable[[Any, int], Tensor] | None = None
         self._pp_rank = mesh.pp_rank(world.rank)
         own = dict(parameters(model))
         self._tied = [
@@ -152,11 +152,17 @@ class Pipeline(Native):
     def _run(self, act: Any, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        self._round = _Round(microbatches, loss, factor, total)
+
+        def share(output: Any, number: int) -> Tensor:
+            value = loss(output, microbatches[number].targets)
+            total.add_(value.detach().double())
+            return value * factor
+
+        self._share = share
         first = 0 in self._stages.numbers
         inputs = [torch.cat([each.inputs for each in microbatches])] if first else []
         act(*inputs, target=torch.arange(len(microbatches)), **without_outputs(act.__self__))
-        self._round = None
+        self._share = None
         return self.total(total)
 
     def _add_tied(self) -> None:
@@ -201,9 +207,9 @@ class Pipeline(Native):
 
     def _loss(self, stage: _Stage, _tensor: Tensor, number: Tensor) -> Tensor:
         """What the last stage asks for; torch knows a microbatch's targets by its number alone."""
-        assert self._round is not None, "no step in hand"  # noqa: S101 - our own bug
+        assert self._share is not None, "no step in hand"  # noqa: S101 - our own bug
         output, stage.output = stage.output, None
-        return self._round.loss_of(output, int(number))
+        return self._share(output, int(number))
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         for part in self._stages.parts:
@@ -336,25 +342,6 @@ class _Stage(PipelineStage):
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = ((), [])
         return output
-
-
-@dataclass(frozen=True)
-class _Round:
-    """What the last stage's loss needs of the step in hand.
-
-    `factor` is fp16's loss scale; `total` is the sum of the losses, unscaled.
-    """
-
-    microbatches: Sequence[Microbatch]
-    loss: Loss
-    factor: float
-    total: Tensor
-
-    def loss_of(self, output: Any, number: int) -> Tensor:
-        """A microbatch's loss, scaled."""
-        value = self.loss(output, self.microbatches[number].targets)
-        self.total.add_(value.detach().double())
-        return value * self.factor
 
 
 def _form(microbatches: Sequence[Microbatch]) -> Form:

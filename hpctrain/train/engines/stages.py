@@ -322,22 +322,17 @@ def _stand_ins(
     """For the links that a stage does not keep; they hold those of its parameters that are tied."""
     absent = {link.name: PassThrough(link) for link in links}
     for name in shared:
-        _lend(absent, name, model.get_parameter(name))
+        link = next((link for link in absent if name.startswith(link + ".")), None)
+        if link is None:
+            continue
+        holder: nn.Module = absent[link]
+        *path, own = name.removeprefix(link + ".").split(".")
+        for key in path:
+            if key not in holder._modules:  # noqa: SLF001 - hasattr would find a plain attribute
+                holder.add_module(key, nn.Module())
+            holder = holder.get_submodule(key)
+        holder.register_parameter(own, model.get_parameter(name))
     return absent
-
-
-def _lend(absent: Mapping[str, nn.Module], name: str, parameter: nn.Parameter) -> None:
-    """Have a layer's stand-in hold a parameter that is tied to a kept one."""
-    link = next((link for link in absent if name.startswith(link + ".")), None)
-    if link is None:
-        return
-    holder = absent[link]
-    *path, own = name.removeprefix(link + ".").split(".")
-    for key in path:
-        if key not in holder._modules:  # noqa: SLF001 - hasattr would find a plain attribute
-            holder.add_module(key, nn.Module())
-        holder = holder.get_submodule(key)
-    holder.register_parameter(own, parameter)
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +36,7 @@ from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.checkpoint.tensors.value_reading import decode
 from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.errors import CheckpointError
+from hpctrain.train.engines.norm import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -190,7 +190,7 @@ def wanted(
         if isinstance(parameter, UninitializedParameter) and entry is not None:
             parameter.materialize(entry.shape)
         tensors[MODEL + name] = parameter.detach()
-    device = next((_local(p).device for p in owners.values()), torch.device("cpu"))
+    device = next((local(p).device for p in owners.values()), torch.device("cpu"))
     for place, buffer in buffers(model):
         name = MODEL + place.name
         if _is_other(buffer, entries.get(name)):
@@ -278,19 +278,6 @@ def state_keys(entries: Entries, model: nn.Module) -> dict[nn.Parameter, set[str
         if owner is not None:
             keys.setdefault(owner, set()).add(key.partition(".")[0])
     return keys
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Buffers that belong to the state, by their full names: who holds each, and as what.
-
-    Not the tensors: moving a model to its device makes new ones, and a program may put others in
-    their place.
-    """
-    return {
-        MODEL + place.name: (place.module, place.key)
-        for place, buffer in buffers(model)
-        if buffer is not None
-    }
 
 
 class Waiting:
@@ -418,32 +405,27 @@ def _state_like(
     parameter: nn.Parameter, key: str, entry: TensorEntry, optimizer: Optimizer
 ) -> torch.Tensor:
     """Memory for one value of a parameter's state: cut as the parameter is, if it is as large."""
-    local = _local(parameter)
-    is_count = key == "step"
-    if is_count and not _counts_on_device(optimizer):
+    own = local(parameter)
+    if key == "step" and not _counts_on_device(optimizer):
         return _empty(entry, torch.device("cpu"))
     if not isinstance(parameter, DTensor) or not entry.shape:
         if entry.shape != tuple(parameter.shape):
-            return _empty(entry, local.device)
-        return torch.empty_like(local, dtype=_TORCH[entry.dtype])  # in the same order of memory
+            return _empty(entry, own.device)
+        return torch.empty_like(own, dtype=_TORCH[entry.dtype])  # in the same order of memory
     mesh = parameter.device_mesh
     if entry.shape == tuple(parameter.shape):
         return DTensor.from_local(
-            torch.empty(local.shape, dtype=_TORCH[entry.dtype], device=local.device),
+            torch.empty(own.shape, dtype=_TORCH[entry.dtype], device=own.device),
             mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=_strides(entry.shape),
+            shape=parameter.shape, stride=torch.empty(entry.shape, device="meta").stride(),
         )  # fmt: skip
-    whole = _empty(entry, local.device)
+    whole = _empty(entry, own.device)
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _counts_on_device(optimizer: Optimizer) -> bool:
     """Whether a count of steps lies beside its parameter, as torch's optimizers have it."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _empty(entry: TensorEntry, device: torch.device) -> torch.Tensor:
@@ -460,22 +442,18 @@ def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
     if buffer is None or isinstance(buffer, UninitializedBuffer):
         return True
     form = (tuple(buffer.shape), DTYPES.get(buffer.dtype, ""))
-    return form != (entry.shape, entry.dtype) or (0 in _local(buffer).stride())
+    return form != (entry.shape, entry.dtype) or (0 in local(buffer).stride())
 
 
 def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
     if buffer is None or isinstance(buffer, UninitializedBuffer):
         return False
-    return loaded.shape == buffer.shape and (_local(loaded).data_ptr() == _local(buffer).data_ptr())
+    return loaded.shape == buffer.shape and (local(loaded).data_ptr() == local(buffer).data_ptr())
 
 
 def _device_in(module: nn.Module) -> torch.device | None:
     held = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - its own alone
-    return next((_local(tensor).device for tensor in held if tensor is not None), None)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return next((local(tensor).device for tensor in held if tensor is not None), None)
 
 
 def _reshard(model: nn.Module) -> None:

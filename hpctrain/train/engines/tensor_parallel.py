@@ -80,13 +80,6 @@ class Placed(ParallelStyle):
         return module
 
 
-class Replicated(Placed):
-    """A module that works on the same numbers on every rank: `Placed`, with copies of all."""
-
-    def __init__(self) -> None:
-        super().__init__(Replicate(), Replicate())
-
-
 class _Moved(ParallelStyle):
     """A module whose first tensor of floats, the activation whatever it is called, is moved."""
 
@@ -258,7 +251,8 @@ def tensor_parallelize(
     parallelize_module(model, mesh, styles)
     for first, *others in shared:
         for name in others:
-            _assign(model, name, model.get_parameter(first))
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(own, model.get_parameter(first))
     _refuse_plain(model)
     # FSDP2 warns of logits that are a view of a DTensor's part. Its hazard, a change in place that
     # drops a hook, is an error here: autograd forbids it for such a view.
@@ -317,17 +311,12 @@ def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], name: str) -> Pl
     return Shard(1) if own == "weight" else Replicate()
 
 
-def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, own = name.rpartition(".")
-    model.get_submodule(owner).register_parameter(own, parameter)
-
-
 def _refuse_rest(
     model: nn.Module, styles: Mapping[str, ParallelStyle], *, sequence_parallel: bool
 ) -> None:
     """With sequence parallelism every parameter must have a place: no activation is equal then."""
-    for name, module in owners(model):
-        if sequence_parallel and name not in styles:
+    for name, module in owners(model) if sequence_parallel else ():
+        if name not in styles:
             raise UsageError(
                 f"engine.sequence_parallel: {name or 'the model itself'} "
                 f"({type(module).__name__}) has parameters and is no part of a common decoder; "
@@ -352,7 +341,7 @@ def rest(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, Par
                 f"{type(module).__name__} with modules inside and cannot be placed; put it into a "
                 f"module of its own, or {ASK}"
             )
-        styles_of_rest[name] = Replicated()
+        styles_of_rest[name] = Placed(Replicate(), Replicate())  # the same numbers on every rank
     return styles_of_rest
 
 

@@ -46,7 +46,6 @@ from hpctrain.train.runtime.generators import KINDS, Generators, seed_anew
 from hpctrain.train.runtime.optimizer_rest import (
     LOST,
     Gradients,
-    InnerOptimizer,
     NamedOptimizer,
     OptimizerRest,
     are_lost,
@@ -257,7 +256,8 @@ class Program:
         """
         rank = self._world.rank
         first = {n: (rank, 1) for n, each in tracked.items() if each.nbytes <= MOST_OF_RANK_0_BYTES}
-        for name in names.persistent_buffers(self.model) if self.model is not None else ():
+        for place, _ in names.buffers(self.model) if self.model is not None else ():
+            name = names.MODEL + place.name
             if name in state.shared and not isinstance(state.shared[name], DTensor):
                 first[name] = (state.copies.get(name, (rank, 1))[0], 1)
         return first
@@ -320,7 +320,7 @@ class Program:
             )
         for name, each in inner.items():
             if not any(each is thing for thing in self.tracked.values()):
-                self.tracked[f"{REST}.{name}"] = InnerOptimizer(each, {"model": model}, optimizer)
+                self.tracked[f"{REST}.{name}"] = NamedOptimizer(each, {"model": model}, optimizer)
         if self.engine is None:
             self._gradients = Gradients(optimizer, model, self._world.rank)
 
@@ -355,7 +355,10 @@ class Program:
     def _optimizer_fits(self, manifest: Manifest, saved: Mapping[str, TensorEntry]) -> bool:
         """Return whether to load the optimizer's state; refuse another's, unless allowed."""
         self._takes_groups = False
-        if not _has_optimizer(manifest) or self.model is None or self.optimizer is None:
+        if self.model is None or self.optimizer is None:
+            return False
+        # Where weights alone were imported, a new optimizer begins with them.
+        if manifest.engine == "import" and not any(name.startswith(names.OPTIM) for name in saved):
             return False
         theirs = manifest.extra.get(GROUPS, {}).get("class")
         why = other_optimizer(self.optimizer, self.model, saved, theirs)
@@ -437,21 +440,14 @@ class Program:
                 f"buffer {name} is {form} in the checkpoint and {now} in the model: the "
                 "checkpoint's is taken"
             )
-        self._notes += self._without_state(saved, common)
+        has_state = self._has_state and any(name.startswith(names.OPTIM) for name in saved)
+        if has_state and isinstance(self.optimizer, torch.optim.Optimizer):
+            lacking = names.without_state(self.model, self.optimizer, saved)
+            if bare := [name for name in lacking if names.MODEL + name not in common.fresh]:
+                self._notes.append(
+                    f"no optimizer state in the checkpoint for {counted(bare)}: they begin without"
+                )
         return common
-
-    def _without_state(self, saved: Mapping[str, TensorEntry], common: Fit) -> list[str]:
-        if not isinstance(self.optimizer, torch.optim.Optimizer) or self.model is None:
-            return []
-        if not self._has_state or not any(name.startswith(names.OPTIM) for name in saved):
-            return []
-        lacking = names.without_state(self.model, self.optimizer, saved)
-        begin_bare = [name for name in lacking if names.MODEL + name not in common.fresh]
-        if not begin_bare:
-            return []
-        return [
-            f"no optimizer state in the checkpoint for {counted(begin_bare)}: they begin without"
-        ]
 
     def _unlike(self, manifest: Manifest) -> list[str]:
         """Lines on objects that only the checkpoint has, or only this program tracks."""
@@ -542,10 +538,7 @@ def refuse_unsaveable_model(model: nn.Module) -> None:
     held: dict[str, torch.Tensor | None] = {
         names.MODEL + name: parameter for name, parameter in model.named_parameters()
     }
-    held |= {
-        name: module._buffers[key]  # noqa: SLF001 - as torch's state_dict does
-        for name, (module, key) in names.persistent_buffers(model).items()
-    }
+    held |= {names.MODEL + place.name: buffer for place, buffer in names.buffers(model)}
     for name, tensor in held.items():
         if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
             refuse_unsaveable(name, tensor)
@@ -622,10 +615,3 @@ def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:
 def _whole_numel(parameter: torch.Tensor) -> int:
     """Of a sharded parameter too; ZeRO-3 leaves an empty tensor in its place."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _has_optimizer(manifest: Manifest) -> bool:
-    """Not where weights alone were imported: then a new optimizer begins with them."""
-    if manifest.engine != "import":
-        return True
-    return any(one.name.startswith(names.OPTIM) for one in manifest.tensors)

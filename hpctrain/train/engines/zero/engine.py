@@ -26,8 +26,15 @@ from hpctrain.ledger.plan.deepspeed import (
 )
 from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.train.engines.engine import Engine
-from hpctrain.train.engines.norm import DTYPES, LossScale, clip_factor, global_norm, scale_
-from hpctrain.train.engines.state import persistent_buffers
+from hpctrain.train.engines.norm import (
+    DTYPES,
+    LossScale,
+    clip_factor,
+    global_norm,
+    gradients_of,
+    scale_,
+)
+from hpctrain.train.engines.state import buffers
 from hpctrain.train.engines.zero.state import SPREADS_PARAMETERS, ZeroState, fill, spread
 
 if TYPE_CHECKING:
@@ -111,11 +118,14 @@ class Zero(Engine):
             )
         _drop_untrained(optimizer)
         named = dict(model.named_parameters(remove_duplicate=False))
-        buffers = persistent_buffers(model)
+        # Places, not tensors: moving a model to its device makes new ones.
+        held = [place for place, buffer in buffers(model) if buffer is not None]
         _prepare(model, settings, world.device)  # looks for blocks by what is in them
         give = spread if self._stage == SPREADS_PARAMETERS else fill
         before = give(named, made, config, self.precision, world.device)
-        self.model, self._zero = _initialize(deepspeed, model, optimizer, config)
+        self.model, self._zero, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
         if self._stage and self._zero.optimizer is not optimizer:
             raise UsageError(
                 f"DeepSpeed puts an optimizer of its own in the place of {type(optimizer).__name__}"
@@ -123,7 +133,7 @@ class Zero(Engine):
                 "engine.kind fsdp2"
             )
         self._zero_state = ZeroState(
-            named, buffers, optimizer, zero=self._zero, stage=self._stage, before=before
+            named, held, optimizer, zero=self._zero, stage=self._stage, before=before
         )
         fp16 = self.precision is torch.float16
         self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if fp16 else None
@@ -155,12 +165,7 @@ class Zero(Engine):
 
     def _step_of_copies(self) -> float:
         """Stage 0: DeepSpeed adds gradients up and updates; it tells no norm."""
-        gradients = [
-            parameter.grad
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        gradients = gradients_of(self.optimizer)
         norm = global_norm(gradients, self.mesh, self.world)
         self.left_out = self.guard is not None and not self.guard.accepts(norm)
         if self.left_out:
@@ -238,15 +243,6 @@ def _import_deepspeed() -> ModuleType:
     # Torch's new names for collectives that DeepSpeed calls by the old ones, at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
-
-
-def _initialize(
-    deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]
-) -> tuple[nn.Module, Any]:
-    engine, zero, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False
-    )
-    return engine, zero
 
 
 def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:
