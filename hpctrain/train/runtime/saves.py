@@ -81,7 +81,9 @@ class Saves:
         self._clock = job_clock
         self._near_stop_left_s = near_stop_left_s
         self._settings = place.settings
-        self._saver = Saver(place, world, after=self._prune) if self._is_async else None
+        is_async = place.settings.mode == "async"
+        self.saver = Saver(place, world, after=self._prune) if is_async else None
+        """What saves behind training; None in the synchronous mode."""
         self._last_at = clock.monotonic()
         self._policy = SavePolicy(place, world, job_clock) if world.rank == 0 else None
         self._flight_s: float | None = None
@@ -93,23 +95,14 @@ class Saves:
         self._rows_by_step: dict[int, retention.CheckpointRow] = {}
         self._evaluations = EvaluationsTail(place.run, evaluate)
 
-    @property
-    def _is_async(self) -> bool:
-        return self._settings.mode == "async"
-
-    @property
-    def saver(self) -> Saver | None:
-        """What saves behind training; None in the synchronous mode."""
-        return self._saver
-
     def warm_up(self, snapshot: Snapshot) -> None:
         """After the first step, when there is an optimizer's state: memory for the copy.
 
         Not before: a new optimizer's state made early is not for every optimizer what its first
         step would make.
         """
-        if self._saver is not None:
-            self._saver.prepare_behind(snapshot()[0])
+        if self.saver is not None:
+            self.saver.prepare_behind(snapshot()[0])
 
     def start(self, step: int) -> None:
         """Training begins at this step, which is committed, or 0."""
@@ -119,7 +112,7 @@ class Saves:
 
     def wishes(self) -> bool:
         """Rank 0: whether a save is due by the clock. Also tells the ledger of a landed one."""
-        outcome = self._saver.peek() if self._saver is not None else None
+        outcome = self.saver.peek() if self.saver is not None else None
         if outcome is not None:
             self._record_fact(outcome)
         if self._policy is None or self._settings.interval_steps:
@@ -141,10 +134,10 @@ class Saves:
             return
         self._last_at = clock.monotonic()
         try:
-            if self._saver is None:
+            if self.saver is None:
                 self._now(step, snapshot)
             else:
-                self._behind(self._saver, step, snapshot)
+                self._behind(self.saver, step, snapshot)
         except Fenced:
             raise
         except CheckpointError as error:
@@ -160,8 +153,8 @@ class Saves:
         """
         choice = self._choose_last(left_s)
         is_given_up = choice is LastSave.FRESH or self._hangs(choice, left_s)
-        if self._saver is not None:
-            self._note(self._saver.abandon() if is_given_up else self._saver.land())
+        if self.saver is not None:
+            self._note(self.saver.abandon() if is_given_up else self.saver.land())
         if choice is LastSave.FINISH and self.step:
             self._event(SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
             return
@@ -205,25 +198,15 @@ class Saves:
         if step not in {0, self.step}:
             self._now(step, snapshot)
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether weights may still be copied, and `before_update` awaits that."""
-        return self._saver is not None and self._saver.is_copying
-
-    def before_update(self) -> None:
-        """The optimizer is about to change weights; see `Saver.before_update`. Not collective."""
-        if self._saver is not None:
-            self._saver.before_update()
-
     def settle(self) -> None:
         """Let a save in flight end, where a program leaves its loop early. Not collective."""
-        if self._saver is not None:
-            self._saver.settle()
+        if self.saver is not None:
+            self.saver.settle()
 
     def close(self) -> None:
         """End the writer process."""
-        if self._saver is not None:
-            self._saver.close()
+        if self.saver is not None:
+            self.saver.close()
 
     # ---- parts
 
@@ -259,14 +242,14 @@ class Saves:
         self._has_memory = not missing
         if missing:
             saver.close()
-            self._saver = None
+            self.saver = None
             self._event(SaveModeSet(mode="sync", why=missing))
             if self._world.rank == 0:
                 log.warning("saves are synchronous: %s", missing)
         return self._has_memory
 
     def _choose_last(self, left_s: float | None) -> LastSave:
-        saver = self._saver
+        saver = self.saver
         if saver is None or not broadcast(self._world, saver.in_flight):
             return LastSave.BOTH
         fresh_s = self._clock.expected_save_s()
@@ -277,12 +260,12 @@ class Saves:
 
     def _hangs(self, choice: LastSave, left_s: float | None) -> bool:
         """Whether the save in flight takes so long that a new one would not fit any more."""
-        if self._saver is None or choice is not LastSave.BOTH:
+        if self.saver is None or choice is not LastSave.BOTH:
             return False
         hangs = False
         if self._world.rank == 0 and left_s is not None:
             patience = patience_s(left_s, self._clock.expected_save_s())
-            hangs = not self._saver.settle(patience)
+            hangs = not self.saver.settle(patience)
         return bool(broadcast(self._world, hangs))
 
     def _land(self) -> int | None:
@@ -292,7 +275,7 @@ class Saves:
         whose own part is not written then gives up, which fails the save on all ranks; the others
         wait for its answer.
         """
-        saver = self._saver
+        saver = self.saver
         if saver is None:
             return None
         while not saver.settle(LOOK_S):
