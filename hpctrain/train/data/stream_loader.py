@@ -17,9 +17,10 @@ import json
 import logging
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_workers
 
 from hpctrain.core.base.mesh import ANY_PASSES
 from hpctrain.core.world import one_line
@@ -218,7 +219,11 @@ class StreamLoader:
         counts = self._exchange(place, count)
         if FAILED in counts:
             self.close()
-            self._raise_together(trouble)
+            lines = self._gather(None if trouble is None else one_line(trouble))
+            if trouble is not None:
+                raise trouble
+            rank, why = next((rank, why) for rank, why in enumerate(lines) if why)
+            raise HpctrainError(f"run.stream_loader: rank {rank} could not read its batch: {why}")
         total = sum(counts)
         if total and (total == self._rules.global_batch or not self._rules.drop_last):
             return part, total, place
@@ -260,13 +265,6 @@ class StreamLoader:
                 "but its number"
             )
         return counts
-
-    def _raise_together(self, trouble: Exception | None) -> NoReturn:
-        lines = self._gather(None if trouble is None else one_line(trouble))
-        if trouble is not None:
-            raise trouble
-        rank, why = next((rank, why) for rank, why in enumerate(lines) if why)
-        raise HpctrainError(f"run.stream_loader: rank {rank} could not read its batch: {why}")
 
     def _handed(self, part: _Part | None, total: int, place: DataPlace) -> Any:
         """A batch of `total` samples from here on counts as consumed."""
@@ -409,7 +407,8 @@ class _Share(IterableDataset[_Part]):
     def __iter__(self) -> Iterator[_Part]:
         info = get_worker_info()
         at = info.id if info is not None else 0
-        _hide_worker()
+        # Lest a dataset divide its share once more by torch's workers.
+        torch_workers._worker_info = None  # noqa: SLF001 - torch has no other way
         worker = self.workers[at]
         wanted = sum(sum(map(int, piece.weights)) for piece in self.template)
         try:
@@ -486,13 +485,6 @@ class _Draw:
 def _needs_shape(place: DataPlace) -> bool:
     """Whether every pass must have as many samples as in a full batch."""
     return place.passes.equal or place.passes.leaves
-
-
-def _hide_worker() -> None:
-    """Lest a dataset divide its share once more by torch's workers."""
-    from torch.utils.data._utils import worker
-
-    worker._worker_info = None  # noqa: SLF001 - torch has no other way
 
 
 def _as_it_is(part: Any) -> Any:
