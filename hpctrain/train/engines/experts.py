@@ -56,7 +56,11 @@ def expert_parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         )
     for name, module in experts.items():
         _check(name, module, mesh.size())
-        _keep_own(module, mesh)
+        for part in module.modules():
+            for own, parameter in part.named_parameters(recurse=False):
+                # Every rank has the same model: nothing is sent.
+                kept = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                setattr(part, own, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         group = mesh.get_group()
         module.forward = functools.partial(_travel, module, module.forward, group)
 
@@ -76,14 +80,6 @@ def _check(name: str, module: nn.Module, ranks: int) -> None:
             f"{name} has {experts} experts, which {ranks} ranks (engine.ep) cannot share equally; "
             f"set engine.ep to a divisor of {experts}"
         )
-
-
-def _keep_own(module: nn.Module, mesh: DeviceMesh) -> None:
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            # Every rank has the same model: nothing is sent.
-            own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(part, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # how many travel is known only then

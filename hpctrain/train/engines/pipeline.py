@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from hpctrain.core.torch_private import add_up_gradients, without_outputs
 from hpctrain.core.world import one_line
@@ -53,10 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Stages", "cut"]
 
 SCHEDULES: dict[str, tuple[Any, Any]] = {
-    "gpipe": (ScheduleGPipe, ScheduleGPipe),
-    "1f1b": (Schedule1F1B, ScheduleGPipe),
-    "interleaved": (ScheduleInterleaved1F1B, ScheduleLoopedBFS),
-    "zero_bubble": (ScheduleInterleavedZeroBubble, ScheduleLoopedBFS),
+    "gpipe": (schedules.ScheduleGPipe, schedules.ScheduleGPipe),
+    "1f1b": (schedules.Schedule1F1B, schedules.ScheduleGPipe),
+    "interleaved": (schedules.ScheduleInterleaved1F1B, schedules.ScheduleLoopedBFS),
+    "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleLoopedBFS),
 }
 """Torch's schedules for training and for evaluation; the latter take any number of microbatches."""
 
@@ -168,7 +161,9 @@ class Pipeline(Native):
     def _add_tied(self) -> None:
         """Add the gradients of parameters that two stages have. Collective over both."""
         for tied, parameter in self._tied:
-            own = local(_gradient(parameter))
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = local(parameter.grad)
             if not own.numel():
                 continue  # nor has the other
             (peer,) = {stage % self.mesh.pp for stage in tied.stages} - {self._pp_rank}
@@ -355,12 +350,6 @@ def _form(microbatches: Sequence[Microbatch]) -> Form:
         )
     shape, dtype = forms.pop()
     return len(microbatches), shape, dtype
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _filled(like: Tensor) -> Tensor:

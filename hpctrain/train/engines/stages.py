@@ -222,7 +222,13 @@ def cut(
     count = pp * each
     links = chain(model, stage_order)
     _refuse_loose(model, links)
-    _refuse_few(links, count, pp, each)
+    blocks = sum(link.is_block for link in links)
+    if blocks < count:
+        stages = f"engine.pp {pp}" + (f" x engine.pp_stages_per_rank {each}" if each > 1 else "")
+        raise UsageError(
+            f"{stages} asks for {count} pipeline stages, and the model has {blocks} blocks; "
+            f"set engine.pp lower, or give the model more layers"
+        )
     runs = balance([_size(link) for link in links], [link.is_block for link in links], count)
     tied = _tied(links, runs, pp)
     numbers = list(range(pp_rank, count, pp))
@@ -344,16 +350,6 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 # ---- what cannot be cut
-
-
-def _refuse_few(links: Sequence[ChainModule], count: int, pp: int, each: int) -> None:
-    blocks = sum(link.is_block for link in links)
-    if blocks < count:
-        stages = f"engine.pp {pp}" + (f" x engine.pp_stages_per_rank {each}" if each > 1 else "")
-        raise UsageError(
-            f"{stages} asks for {count} pipeline stages, and the model has {blocks} blocks; "
-            f"set engine.pp lower, or give the model more layers"
-        )
 
 
 def _refuse_loose(model: nn.Module, links: Sequence[ChainModule]) -> None:

@@ -23,7 +23,7 @@ from hpctrain.train.engines.state import modules, parameters
 from hpctrain.train.guards.rules import StepRules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -114,7 +114,9 @@ class BadNumbers:
 
     def _note(self, name: str) -> Any:
         def hook(gradient: torch.Tensor) -> None:
-            if self._may_name and not is_finite(gradient):
+            # A parameter is wanted: nothing was found yet, or a loss alone.
+            may_name = self.found is None or not self.found.parameter
+            if may_name and not is_finite(gradient):
                 before = self.found.microbatch if self.found is not None else self.passes - 1
                 place = GRADIENT if self.found is None else self.found.place
                 self.found = Found(place, before, name)
@@ -129,11 +131,6 @@ class BadNumbers:
                 self.found = Found(OUTPUT, self.passes, name)
 
         return hook
-
-    @property
-    def _may_name(self) -> bool:
-        """Whether a parameter is wanted: nothing was found yet, or a loss alone."""
-        return self.found is None or not self.found.parameter
 
 
 MOST_SAMPLES = 64
@@ -233,7 +230,10 @@ class StepGuard(StepRules):
         """Find out whose it is, try once more, tell, and stop where that is the ruling."""
         assert self._rule is not None, "nobody asked"  # noqa: S101 - our own bug
         engine, first_loss, first_norm = self._engine, self._loss, norm
-        seen, transient = self._found_at_first(), None
+        # What the first try has left: this rank's own losses, and gradients of all ranks.
+        bad = (n for n, loss in enumerate(self._losses) if not math.isfinite(float(loss)))
+        number, transient = next(bad, None), None
+        seen = Found(UNKNOWN if number is None else LOSS, number, self._suspect)
         if self._kept is not None and engine.left_out and self._calls:
             norm, again = self._once_more()
             transient = self._is_finite(norm)
@@ -249,7 +249,7 @@ class StepGuard(StepRules):
         if self._leaves_out:
             must_stop = self._rule.met(self._count, transient=bool(transient))
             must_stop |= named["in_weights"]  # no step could be finite any more
-        bad = StepNotFinite(
+        fact = StepNotFinite(
             step=engine.begun + 1,
             loss=first_loss,
             grad_norm=first_norm,
@@ -257,15 +257,8 @@ class StepGuard(StepRules):
             left_out=engine.left_out,
             **named,
         )
-        self._listener.not_finite(bad, must_stop=must_stop)
+        self._listener.not_finite(fact, must_stop=must_stop)
         return norm
-
-    def _found_at_first(self) -> Found:
-        """What the first try has left: this rank's own losses, and gradients of all ranks."""
-        for number, loss in enumerate(self._losses):
-            if not math.isfinite(float(loss)):
-                return Found(LOSS, number, self._suspect)
-        return Found(UNKNOWN, None, self._suspect)
 
     def _once_more(self) -> tuple[float, Found]:
         """Compute the step again from the same state; its norm, and what this rank has found."""
@@ -275,7 +268,7 @@ class StepGuard(StepRules):
         self._loss, self._spike = 0.0, None
         with BadNumbers(engine.model) as numbers:
             for microbatches, loss in self._calls:
-                self._loss += engine.accumulate(microbatches, _inspecting(loss, numbers))
+                self._loss += engine.accumulate(microbatches, _telling(loss, numbers.came_to))
         norm = engine.update()
         seen = numbers.found or Found(UNKNOWN, None, self._suspect)
         if seen.place == GRADIENT and engine.mesh.pp > 1:
@@ -318,14 +311,11 @@ class StepGuard(StepRules):
         if self._rule is None:
             return loss
 
-        @functools.wraps(loss)
-        def noting(output: torch.Tensor, targets: Any) -> torch.Tensor:
-            value = loss(output, targets)
+        def note(value: torch.Tensor) -> None:
             if torch.is_grad_enabled():  # else it is only tried
-                self._losses.append(value.detach())
-            return value
+                self._losses.append(value)
 
-        return noting
+        return _telling(loss, note)
 
     def _clear(self) -> None:
         self._calls, self._losses = [], []
@@ -395,11 +385,13 @@ class KeptState:
                     table[name] = copy.buffer
 
 
-def _inspecting(loss: Loss, numbers: BadNumbers) -> Loss:
+def _telling(loss: Loss, note: Callable[[torch.Tensor], None]) -> Loss:
+    """The loss, of which each value is noted."""
+
     @functools.wraps(loss)
-    def inspecting(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    def telling(output: torch.Tensor, targets: Any) -> torch.Tensor:
         value = loss(output, targets)
-        numbers.came_to(value.detach())
+        note(value.detach())
         return value
 
-    return inspecting
+    return telling

@@ -61,32 +61,25 @@ class DeepSpeedScale(LossScale):
         self._scaler = scaler
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> float:  # type: ignore[override]
         """What losses are multiplied by now."""
         return float(self._scaler.cur_scale)
 
-    @scale.setter
-    def scale(self, value: float) -> None:
-        if self._scaler.dynamic:
-            self._scaler.cur_scale = value
+    def state_dict(self) -> dict[str, Any]:
+        """As `LossScale`. DeepSpeed doubles the scale one step later than torch."""
+        scaler, good = self._scaler, 0
+        if scaler.dynamic:
+            good, window = int(scaler.cur_iter - scaler.last_overflow_iter - 1), scaler.scale_window
+            good = good if good <= window else (good - 1) % int(window) + 1
+        return {"scale": self.scale, "good_steps": good}
 
-    @property
-    def good_steps(self) -> int:
-        """Steps since the scale changed. DeepSpeed doubles it one step later than torch."""
-        if not self._scaler.dynamic:
-            return 0
-        since = int(self._scaler.cur_iter - self._scaler.last_overflow_iter - 1)
-        return since if since <= self.growth_interval else (since - 1) % self.growth_interval + 1
-
-    @good_steps.setter
-    def good_steps(self, value: int) -> None:
-        if self._scaler.dynamic:
-            self._scaler.last_overflow_iter = self._scaler.cur_iter - 1 - value
-
-    @property
-    def growth_interval(self) -> int:  # type: ignore[override]
-        """Good steps after which the scale is doubled."""
-        return int(self._scaler.scale_window) if self._scaler.dynamic else 1
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `LossScale`."""
+        loaded, scaler = LossScale(), self._scaler
+        loaded.load_state_dict(state)
+        if scaler.dynamic:
+            scaler.cur_scale = loaded.scale
+            scaler.last_overflow_iter = scaler.cur_iter - 1 - loaded.good_steps
 
 
 class Zero(Engine):

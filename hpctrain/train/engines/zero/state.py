@@ -191,20 +191,6 @@ class Fragment:
         return Flat(tensor.detach().narrow(0, self.offset, self.count), self.first, self.shape)
 
 
-def _fragments_of(
-    parameters: Iterable[nn.Parameter], optimizer: Optimizer, zero: Any, stage: int
-) -> dict[int, Fragment]:
-    """Return where this rank's range of each trained parameter lies, by the parameter's identity.
-
-    `optimizer` is the program's, which updates the flat buffers; `zero` is DeepSpeed's around it.
-    """
-    if stage == 0:
-        return _copied(optimizer)
-    if stage == SPREADS_PARAMETERS:
-        return _each_spread(parameters, zero)
-    return _rows_spread(zero)
-
-
 def _copied(optimizer: Optimizer) -> dict[int, Fragment]:
     return {
         id(parameter): Fragment(
@@ -279,7 +265,13 @@ class ZeroState:
         # As torch does it: weights are listed under all their names, moments under the first one.
         self._first_names = frozenset(name for name, _ in _each(named))
         self._zero, self._stage = zero, stage
-        self._fragments = _fragments_of(named.values(), optimizer, zero, stage)
+        # Where this rank's range of each trained parameter lies, by the parameter's identity.
+        if stage == 0:
+            self._fragments = _copied(optimizer)
+        elif stage == SPREADS_PARAMETERS:
+            self._fragments = _each_spread(named.values(), zero)
+        else:
+            self._fragments = _rows_spread(zero)
         flat_buffers = {id(f.buffer.tensor): f.buffer for f in self._fragments.values()}
         self._flat_buffers = list(flat_buffers.values())
         self._frozen = {
