@@ -362,8 +362,13 @@ class ParamGroups:
             values = [row["values"].get(key, MISSING) for row in saved]
             if all(_same(value, values[0]) for value in values):
                 self._decide(group, begun, key, saved[0])
-            elif not all(map(_same, values, (_begun(row, key) for row in saved))):
-                self._refuse_merged(key, values)
+            elif OPTIMIZER not in self._allow() and not all(
+                map(_same, values, (_begun(row, key) for row in saved))
+            ):
+                raise CheckpointError(
+                    f"parameter groups that had {key} {' and '.join(map(shown, values))} in the "
+                    f"checkpoint are one group in the program. {way_out([OPTIMIZER])}"
+                )
         self._taken.update(matches)
         return matches[0]
 
@@ -400,13 +405,6 @@ class ParamGroups:
         line = f"{key} was set to {shown(value)} before and is set to {shown(now)} now: {which}"
         if line not in self.notes:
             self.notes.append(line)
-
-    def _refuse_merged(self, key: str, values: Sequence[Any]) -> None:
-        if OPTIMIZER not in self._allow():
-            raise CheckpointError(
-                f"parameter groups that had {key} {' and '.join(map(shown, values))} in the "
-                f"checkpoint are one group in the program. {way_out([OPTIMIZER])}"
-            )
 
 
 def shown(value: Any) -> str:

@@ -37,15 +37,8 @@ from hpctrain.errors import (
     UsageError,
 )
 from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import event_types as facts
 from hpctrain.ledger.run import events as ledger
-from hpctrain.ledger.run.event_types import (
-    BatchSkipped,
-    CheckpointSetAside,
-    ReplicasDiffer,
-    StepNotFinite,
-    StepSpiked,
-    TrainingRewound,
-)
 from hpctrain.train.engines.norm import local
 from hpctrain.train.guards.rules import OwnSteps
 from hpctrain.train.joining_ranks import COLLECTIVE_TIMEOUT_S
@@ -193,7 +186,7 @@ class Guarding:
         assert self._own is not None, "made just now"  # noqa: S101 - our own bug
         node = os.environ.get(HPCTRAIN_NODE) or os.uname().nodename
         is_applied, event = self._own.judge(step, gather(world, (loss, norm, node)))
-        if isinstance(event, StepNotFinite):
+        if isinstance(event, facts.StepNotFinite):
             self.not_finite(event, must_stop=self._own.must_stop)
         elif event is not None:
             self.spiked(step, event, is_left_out=not is_applied)
@@ -207,7 +200,7 @@ class Guarding:
         pieces = getattr(taken, "pieces", ())
         return pieces[microbatch].indices if microbatch < len(pieces) else []
 
-    def not_finite(self, bad: StepNotFinite, *, must_stop: bool) -> None:
+    def not_finite(self, bad: facts.StepNotFinite, *, must_stop: bool) -> None:
         """See `GuardListener`.
 
         Raises:
@@ -233,7 +226,7 @@ class Guarding:
             RewindNeeded: on every rank.
         """
         self._record_fact(
-            StepSpiked(
+            facts.StepSpiked(
                 step=step,
                 what=spike.what,
                 value=spike.value,
@@ -259,7 +252,7 @@ class Guarding:
                 continue  # said once: they differ at every step after it
             self._is_said.add(each.suspects)
             nodes = tuple(dict.fromkeys(self._nodes[rank] for rank in each.suspects))
-            fact = ReplicasDiffer(
+            fact = facts.ReplicasDiffer(
                 step=step,
                 clean=clean,
                 ranks=each.suspects,
@@ -300,14 +293,14 @@ class Guarding:
             set_aside_newer(place, clean, why, self._record_fact)
         except CheckpointError as error:
             raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
-        self._record_fact(TrainingRewound(step=seen, to=clean, why="replicas"))
+        self._record_fact(facts.TrainingRewound(step=seen, to=clean, why="replicas"))
         raise ReplicasDiverged(f"guard.replicas: {said}; goes back to before step {clean + 1}")
 
     def _skipped(self, step: int, why: str) -> None:
         last = self._program.consumed()
         self._log_skipped()
         first = self._begins[-1] if self._begins else None
-        self._record_fact(BatchSkipped(step=step, first=first, last=last, why=why))
+        self._record_fact(facts.BatchSkipped(step=step, first=first, last=last, why=why))
 
     # ---- going back
 
@@ -351,7 +344,9 @@ class Guarding:
 
         def act() -> None:
             set_aside_newer(place, limit, said, self._record_fact)
-            self._record_fact(TrainingRewound(step=step, to=limit, first=first, last=last, why=why))
+            self._record_fact(
+                facts.TrainingRewound(step=step, to=limit, first=first, last=last, why=why)
+            )
 
         on_rank_0(world, act)
         raise RewindNeeded(f"{said}; training goes back to step {limit} or before")
@@ -370,7 +365,7 @@ class Guarding:
         return f"there is no checkpoint of step {limit} or before"
 
 
-def in_words(bad: StepNotFinite) -> str:
+def in_words(bad: facts.StepNotFinite) -> str:
     """What happened, in one line."""
     loss = "" if bad.loss is None or math.isfinite(bad.loss) else f"loss {bad.loss}, "
     what = f"step {bad.step} is not finite ({loss}gradient norm {bad.grad_norm})"
@@ -410,7 +405,7 @@ def set_aside_newer(
             continue
         verify.set_aside(place.run, step, why, place.attempt)
         name = find.step_path(place.run, step).name
-        record(CheckpointSetAside(step=step, name=name, reason=why))
+        record(facts.CheckpointSetAside(step=step, name=name, reason=why))
 
 
 def _reported_ranges(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:

@@ -166,7 +166,8 @@ class Program:
             if (parameter.requires_grad or BASE not in self.tracked)
             and not isinstance(parameter, UninitializedParameter)
         ]
-        whole = sum(_whole_numel(p) * p.element_size() for p in saved)
+        # Of sharded parameters too; ZeRO-3 leaves an empty tensor in the place of each.
+        whole = sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
 
     def track(self, others: Mapping[str, Any]) -> None:
@@ -296,33 +297,32 @@ class Program:
 
     def begin(self) -> None:
         """Note how the program has made its optimizer. Collective where ranks differ in it."""
-        if isinstance(self.optimizer, torch.optim.Optimizer) and self.model is not None:
+        optimizer, model = self.optimizer, self.model
+        if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
             self._groups = ParamGroups(
-                self.optimizer, self.model, driven=self._driven, allow=lambda: self.allow
+                optimizer, model, driven=self._driven, allow=lambda: self.allow
             )
             has_stages = self.mesh.get("pp", 1) > 1
             self._groups.begin(partial(gather, self._world) if has_stages else None)
             self.tracked[GROUPS] = self._groups
-            self._begin_rest(self.optimizer, self.model)
+            self._rest = self.tracked[REST] = OptimizerRest(optimizer)
+            inner = inner_optimizers(optimizer)
+            if inner and has_stages:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds another optimizer, whose state is not saved "
+                    "under pipeline parallelism; use another engine, or a plain optimizer"
+                )
+            for name, each in inner.items():
+                if not any(each is thing for thing in self.tracked.values()):
+                    named = NamedOptimizer(each, {"model": model}, optimizer)
+                    self.tracked[f"{REST}.{name}"] = named
+            if self.engine is None:
+                self._gradients = Gradients(optimizer, model, self._world.rank)
         models = {n: one for n, one in self.tracked.items() if isinstance(one, torch.nn.Module)}
         models |= {"model": self.model} if self.model is not None else {}
         for name, thing in self.tracked.items():
             if isinstance(thing, torch.optim.Optimizer):
                 self.tracked[name] = NamedOptimizer(thing, models)
-
-    def _begin_rest(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._rest = self.tracked[REST] = OptimizerRest(optimizer)
-        inner = inner_optimizers(optimizer)
-        if inner and self.mesh.get("pp", 1) > 1:
-            raise CheckpointError(
-                f"{type(optimizer).__name__} holds another optimizer, whose state is not saved "
-                "under pipeline parallelism; use another engine, or a plain optimizer"
-            )
-        for name, each in inner.items():
-            if not any(each is thing for thing in self.tracked.values()):
-                self.tracked[f"{REST}.{name}"] = NamedOptimizer(each, {"model": model}, optimizer)
-        if self.engine is None:
-            self._gradients = Gradients(optimizer, model, self._world.rank)
 
     def step_begins(self) -> None:
         """A step of the program begins."""
@@ -610,8 +610,3 @@ def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:
         return []
     groups: list[dict[str, Any]] = thing.optimizer.param_groups
     return groups
-
-
-def _whole_numel(parameter: torch.Tensor) -> int:
-    """Of a sharded parameter too; ZeRO-3 leaves an empty tensor in its place."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -26,14 +26,7 @@ from hpctrain.core.device import device_name, is_accelerator
 from hpctrain.core.testing import points
 from hpctrain.core.world import gather
 from hpctrain.errors import UsageError
-from hpctrain.ledger.run.event_types import (
-    CheckpointRestored,
-    MeshBuilt,
-    PhaseReached,
-    StopRequested,
-    TrainingDone,
-    TrainingStopped,
-)
+from hpctrain.ledger.run import event_types as facts
 from hpctrain.node.control import heartbeat
 from hpctrain.observe.profile.trace import folder_name
 from hpctrain.train.runtime import program as program_state
@@ -136,7 +129,7 @@ class Run:
         self._has_loop = self._has_own_loop = self._has_begun = self._reported_stop = False
         self._has_stepped = self._has_failed = False
         heartbeat.here().enter(heartbeat.START)
-        self._record.event(PhaseReached(name="initialised", device=device_name(world.device)))
+        self._record.event(facts.PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
 
@@ -183,7 +176,7 @@ class Run:
         self._guards.guard(engine)
         ranks = self.world.ranks_per_node
         self._record.event(
-            MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
+            facts.MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
         )
         return engine
 
@@ -345,7 +338,7 @@ class Run:
         self._guards.close(self.step)
         self._telemetry.tell(at_end=True)
         self._kept.save_at_end(self.step)
-        self._end(TrainingDone(step=self.step), "done")
+        self._end(facts.TrainingDone(step=self.step), "done")
 
     def at(self, step: int, *, total: float | None = None, **values: float) -> None:
         """Report how many updates are applied now; for a program with a loop of its own.
@@ -426,7 +419,7 @@ class Run:
             self._go(self._cause)
         self._telemetry.tell(at_end=True)
         self._telemetry.flush()
-        self._end(TrainingDone(step=self._step_reported), "done")
+        self._end(facts.TrainingDone(step=self._step_reported), "done")
         self._record.close()
         raise Stopped(0)
 
@@ -567,7 +560,14 @@ class Run:
         consumed = self._program.consumed()
         seconds = self._telemetry.step_done(step, consumed, steps=steps, timed=timed)
         self._clock.stepped(seconds / steps if timed else None)
-        self._count_first()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._unsaved.after_first_step()
+            self._record.event(facts.PhaseReached(name="first_step", **self._telemetry.so_far()))
+            self._kept.warm_up(step)
+            heartbeat.here().stepped()
+            if self._has_own_loop and not self._clock.state_bytes:
+                self._clock.state_bytes = memory_in_use(self.world.device)
         return consumed
 
     def _before_save(self) -> None:
@@ -575,14 +575,14 @@ class Run:
         self._record.flush()
 
     def _leave(self, cause: StopCause) -> NoReturn:
-        self._record.event(StopRequested(cause=cause, rank=self.world.rank))
+        self._record.event(facts.StopRequested(cause=cause, rank=self.world.rank))
         self._guards.close(self.step)
         self._kept.save_at_stop(self.step, self._stops.left_s(cause))
         self._go(cause)
 
     def _go(self, cause: StopCause) -> NoReturn:
         """Leave, with everything saved."""
-        self._end(TrainingStopped(step=self._step_reported), "stopped", cause)
+        self._end(facts.TrainingStopped(step=self._step_reported), "stopped", cause)
         if self.world.rank == 0 and self.dir is not None:
             log.info("leaving at step %d (%s)", self.step, cause.value)
         self._record.close(self._stops.left_s(cause))
@@ -603,17 +603,6 @@ class Run:
         self._write_outcome(outcome, cause)
         self._profiler.close(self._stops.left_s(cause) if cause is not None else None)
 
-    def _count_first(self) -> None:
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        self._unsaved.after_first_step()
-        self._record.event(PhaseReached(name="first_step", **self._telemetry.so_far()))
-        self._kept.warm_up(self.step)
-        heartbeat.here().stepped()
-        if self._has_own_loop:
-            self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
-
     # ---- a loop of the program's own
 
     @property
@@ -623,7 +612,7 @@ class Run:
 
     def _begin_own_loop(self, step: int) -> None:
         size = self.world.world_size
-        self._record.event(CheckpointRestored(step=step, world_size=size, by="program"))
+        self._record.event(facts.CheckpointRestored(step=step, world_size=size, by="program"))
         if self._has_begun:
             return
         self._has_begun = True
@@ -639,7 +628,7 @@ class Run:
         """All ranks will stop; a program that saves and returns without `leave` has stopped."""
         if not self._reported_stop:
             self._reported_stop = True
-            self._record.event(StopRequested(cause=cause, rank=self.world.rank))
+            self._record.event(facts.StopRequested(cause=cause, rank=self.world.rank))
             self._record.outcome("left", self._step_reported, cause)
 
     # ---- state

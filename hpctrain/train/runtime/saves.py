@@ -22,16 +22,8 @@ from hpctrain.ledger.history.evaluations import evaluations_of
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import interval
 from hpctrain.ledger.plan.interval import LAST_SAVE_SAFETY
+from hpctrain.ledger.run import event_types as facts
 from hpctrain.ledger.run import events as ledger
-from hpctrain.ledger.run.event_types import (
-    CheckpointSaved,
-    IntervalSet,
-    PruneFailed,
-    SaveFailed,
-    SaveModeSet,
-    SaveSkipped,
-    StepsDone,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,7 +148,7 @@ class Saves:
         if self.saver is not None:
             self._note(self.saver.abandon() if is_given_up else self.saver.land())
         if choice is LastSave.FINISH and self.step:
-            self._event(SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
+            self._event(facts.SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
             return
         try:
             self.patiently(step, snapshot, left_s)
@@ -184,7 +176,7 @@ class Saves:
             except (NotWritten, FileSystemFault) as error:
                 if not broadcast(self._world, clock.monotonic() + pause <= deadline):
                     raise
-                self._event(SaveFailed(step=step, why=f"{error}; tried again"))
+                self._event(facts.SaveFailed(step=step, why=f"{error}; tried again"))
             clock.sleep(pause)  # a file system tells nobody that it is back
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -225,7 +217,7 @@ class Saves:
         if failed is not None and broadcast(self._world, self._near_stop_left_s() is not None):
             self._is_leaving = True
             why = f"a stop is near, and step {failed} could not be saved"
-            self._event(SaveSkipped(step=step, why=why))
+            self._event(facts.SaveSkipped(step=step, why=why))
             return
         started = clock.monotonic()
         self._waited_s = started - due
@@ -243,7 +235,7 @@ class Saves:
         if missing:
             saver.close()
             self.saver = None
-            self._event(SaveModeSet(mode="sync", why=missing))
+            self._event(facts.SaveModeSet(mode="sync", why=missing))
             if self._world.rank == 0:
                 log.warning("saves are synchronous: %s", missing)
         return self._has_memory
@@ -318,7 +310,7 @@ class Saves:
                 saved.step,
             )
         self._digest = saved.state_digest
-        fact = CheckpointSaved(
+        fact = facts.CheckpointSaved(
             step=saved.step,
             bytes=saved.bytes,
             seconds=round(saved.seconds, 4),
@@ -334,7 +326,7 @@ class Saves:
             self._record_interval()
 
     def _failed(self, step: int, error: Exception) -> None:
-        self._event(SaveFailed(step=step, why=str(error)))
+        self._event(facts.SaveFailed(step=step, why=str(error)))
         log.warning("%s; training continues", error)
 
     def _record_interval(self) -> None:
@@ -359,7 +351,7 @@ class Saves:
                 evaluations=self._evaluations.now(),
             )
         except (CheckpointError, OSError) as error:
-            self._event(PruneFailed(step=saved.step, why=str(error)))
+            self._event(facts.PruneFailed(step=saved.step, why=str(error)))
 
     def _event(self, fact: LedgerFact) -> None:
         if self._world.rank == 0:
@@ -387,7 +379,7 @@ class EvaluationsTail:
             return retention.NO_EVALUATIONS
         events = self._tail.new()
         # Step marks would grow in memory for as long as the run lives, and say nothing of this.
-        self._history.extend(e for e in events if not isinstance(e.fact, StepsDone))
+        self._history.extend(e for e in events if not isinstance(e.fact, facts.StepsDone))
         return evaluations_of(self._history, self._settings)
 
 
@@ -429,7 +421,7 @@ class SavePolicy:
         self._costs.append(interval.Costs(saved.stall_s, saved.seconds))
         self.now = self._choose()
 
-    def news(self) -> IntervalSet | None:
+    def news(self) -> facts.IntervalSet | None:
         """The interval to record, if it is new; each change is recorded once."""
         before = self._reported
         if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
@@ -437,7 +429,7 @@ class SavePolicy:
         self._reported = self.now
         cost = self._cost()
         is_chosen = self._is_chosen and cost is not None
-        return IntervalSet(
+        return facts.IntervalSet(
             seconds=round(self.now.seconds, 1),
             why=self.now.why,
             steps=self.now.steps or None,
