@@ -351,9 +351,9 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor | _View:
 
 
 def _tensors_in(value: Any, kind: Any = torch.Tensor) -> list[Any]:
-    found = list[Any]()
-    map_tensors(kind, found.append, value)
-    return found
+    listed = list[Any]()
+    map_tensors(kind, listed.append, value)
+    return listed
 
 
 def _changed(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
