@@ -51,7 +51,7 @@ def test_wrappers_leave_no_trace_in_names(name):
     assert named(wrapped) == expected
     told = state.collect(plain, None)
     assert list(told) == ["model." + each for each in expected]
-    assert set(state.persistent_buffers(wrapped)) == {
+    assert {state.MODEL + place.name for place, _ in state.buffers(wrapped)} == {
         f"model.{each}" for each in expected if "running" in each or "num_batches" in each
     }
 

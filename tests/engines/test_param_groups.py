@@ -461,3 +461,20 @@ def test_groups_of_a_second_optimizer_do_not_become_one(tmp_path):
     start(tmp_path, program, 2)
     with pytest.raises(CheckpointError, match=r"critic\.weight and others .* were in 2 groups"):
         start(tmp_path, program, 3)
+
+
+def test_a_group_without_parameters_does_not_wait_for_a_later_one():
+    """Else each later checkpoint would have it again, beside the groups that there are."""
+    from hpctrain.train.runtime.fitting import ParamGroups
+
+    def groups(*counts):
+        model = nn.Linear(2, 1)
+        given = [[*model.parameters()][:count] for count in counts]
+        held = ParamGroups(torch.optim.SGD([{"params": part} for part in given], lr=0.1), model)
+        held.begin()
+        return held
+
+    resumed = groups(2)
+    resumed.load_state_dict(groups(2, 0).state_dict())
+
+    assert len(resumed.state_dict()["groups"]) == 1

@@ -25,7 +25,7 @@ class Silent:
     def samples_of(self, microbatch):
         return []
 
-    def not_finite(self, bad):
+    def not_finite(self, bad, *, must_stop):
         pass
 
     def spiked(self, step, spike, *, is_left_out):
@@ -37,7 +37,11 @@ def begin(layout, groups, **settings):
     engine.guard = StepGuard(engine, GuardSettings(spike="off"), Silent())
     heard = []
     weights = list(engine.model.parameters())
-    watch = ReplicaWatch(weights, groups, engine.world, count=SLICES, differ=heard.append)
+
+    def differ(step, _clean, wrong, _were_same):
+        heard.append((step, wrong))
+
+    watch = ReplicaWatch(weights, groups, engine.world, count=SLICES, differ=differ)
     return engine, watch, heard
 
 
@@ -106,10 +110,10 @@ def flipped(layout, *, count, seed):
             step += 1
             watch.look(step)
             if known is None and heard:
-                known = heard[0].step - (step - number + late)
+                known = heard[0][0] - (step - number + late)
         differ = not are_same(engine)
         watch.close(step)
-        named = [each.suspects for seen in heard for each in seen.wrong]
+        named = [each.suspects for _, wrong in heard for each in wrong]
         told.append((victim, differ, known, sorted(set(named))))
         for (_, tensor), before in zip(tensors_of(engine), clean, strict=True):
             tensor.copy_(before)

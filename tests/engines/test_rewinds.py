@@ -188,16 +188,18 @@ def test_where_skipping_would_end_a_run_it_goes_back_first(tmp_path, spoil):
 def begun(data, told=(), *, wanted=True):
     """A rank's side, of a program with such data in a run with such a ledger."""
     world = World(0, 0, 1, torch.device("cpu"))
-    side = rewinds.Rewinds(SimpleNamespace(data=data), record=print, stop=print)
-    side.begin(world, SimpleNamespace(run=told), wanted=wanted)
-    return side
+    settings = GuardSettings(spike="rewind" if wanted else "off", replicas=0)
+    side = Guarding(
+        settings, SimpleNamespace(data=data), record=print, log_skipped=print, stop=print
+    )
+    side.begin(world, SimpleNamespace(run=told))
 
 
 def test_data_that_can_leave_nothing_out_is_refused_in_one_line(tmp_path):
     run = make_run(tmp_path / "run")
     with pytest.raises(UsageError, match=r"^guard\.spike or guard\.nonfinite = rewind has samples"):
         begun(None, run)
-    assert begun(None, run, wanted=False).has_begun  # nobody asks for it
+    begun(None, run, wanted=False)  # nobody asks for it
     write_event(run, "rewound", step=9, first=0, last=24, why="spike")
     with pytest.raises(UsageError, match=r"^the run's ledger names samples .* object cannot;"):
         begun(object(), run, wanted=False)

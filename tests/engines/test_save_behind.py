@@ -50,7 +50,7 @@ def _opens(gate):
     """What opens the gate where training waits for a save, once both writers stand there."""
 
     def opens(saves, *_):
-        if saves._saver.in_flight:
+        if saves.saver.in_flight:
             gate.wait(2)
             gate.open()
 

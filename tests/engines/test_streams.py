@@ -6,6 +6,7 @@ import json
 import warnings
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -103,17 +104,25 @@ def numbers_of(samples):
     return [number_of(sample) for sample in samples]
 
 
-def attempt(dataset, state, steps, *, workers=0, **rules):
-    """What this rank's batches used, and the state behind them; of an epoch for `steps` < 0."""
-    from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
+def alone_or_together():
+    """How this rank's loader speaks with those of the others."""
+    from hpctrain.core.world import gather
     from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.program import Program
 
-    loader = make_stream_loader(
+    world = join_world()
+    return {"place": Program(world).data_place, "gather": partial(gather, world)}
+
+
+def attempt(dataset, state, steps, *, workers=0, **rules):
+    """What this rank's batches used, and the state behind them; of an epoch for `steps` < 0."""
+    from hpctrain.train.data.stream_loader import StreamLoader, StreamRules
+
+    loader = StreamLoader(
         dataset,
         StreamRules(**{"global_batch": 10, **rules}),
         {"workers": workers, "collate_fn": numbers_of},
-        ranks=Program(join_world()).ranks(),
+        **alone_or_together(),
         watch=nullcontext(),
     )
     if state is not None:
@@ -197,15 +206,13 @@ def test_as_many_ranks_go_on_as_if_nothing_had_stopped_them():
 
 def _fails(dataset):
     """What each rank says of a reader that raises, and how it goes on."""
-    from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
-    from hpctrain.train.joining_ranks import join_world
-    from hpctrain.train.runtime.program import Program
+    from hpctrain.train.data.stream_loader import StreamLoader, StreamRules
 
-    loader = make_stream_loader(
+    loader = StreamLoader(
         dataset,
         StreamRules(8, readers=4),
         {"collate_fn": numbers_of},
-        ranks=Program(join_world()).ranks(),
+        **alone_or_together(),
         watch=nullcontext(),
     )
     used, lines = [], []

@@ -20,9 +20,10 @@ from hpctrain.core.base.mesh import (
     shares,
 )
 from hpctrain.errors import CheckpointError
+from hpctrain.train.data.order import count_in, is_count, require_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpctrain.train.data.order import SampleOrder
 
@@ -36,9 +37,6 @@ class Holes:
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._ranges)
 
     def add(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Leave out these too; the same ones again change nothing."""
@@ -91,10 +89,7 @@ def holes_of(state: Any) -> list[tuple[int, int]]:
 
 
 def _is_range(value: Any) -> bool:
-    match value:
-        case [int(first), int(last)]:
-            return type(first) is type(last) is int and first >= 0 <= last
-    return False
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))  # noqa: PLR2004
 
 
 def rank_positions(first_position: int, global_batch: int, rank: int, world_size: int) -> range:
@@ -282,18 +277,7 @@ class GlobalBatches:
         Raises:
             CheckpointError: the state is of another order: samples would be skipped or seen twice.
         """
-        consumed = state.get("samples_consumed")
-        if type(consumed) is not int or consumed < 0:
-            raise CheckpointError(
-                f"data state has samples_consumed {consumed!r}, not a count of samples; "
-                "resume from another checkpoint"
-            )
-        for key, own in (("seed", self.order.seed), ("size", self.order.size)):
-            if state.get(key) != own:
-                raise CheckpointError(
-                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
-                    "samples would be skipped or seen twice; set seed and data back, "
-                    "or start a new run"
-                )
+        require_order(state, self.order)
+        consumed = count_in(state, "samples_consumed")
         self._holes.add(holes_of(state))
         self.consumed = consumed

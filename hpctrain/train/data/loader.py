@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hpctrain.core.base.mesh import ANY_PASSES, MicrobatchRules
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.train.data.batches import (
     Holes,
     MicrobatchSamples,
@@ -21,7 +21,14 @@ from hpctrain.train.data.batches import (
     holes_of,
     mean_weight,
 )
-from hpctrain.train.data.order import FileOrder, Mixture, MixtureOrder, SampleOrder
+from hpctrain.train.data.order import (
+    FileOrder,
+    Mixture,
+    MixtureOrder,
+    SampleOrder,
+    count_in,
+    require_order,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -111,21 +118,35 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        order: WalkOrder,
         rules: BatchRules,
+        options: LoaderOptions,
         *,
         place: Callable[[], DataPlace],
         watch: AbstractContextManager[None],
-        options: Mapping[str, Any],
     ) -> None:
-        """Use `Run.loader`."""
+        """Use `Run.loader`.
+
+        Raises:
+            UsageError: the dataset has no length or no samples, or a number makes no sense.
+        """
+        size = length_of(dataset)
+        check_batch(rules.global_batch, rules.micro_batch, "run.loader")
+        if rules.drop_last and size < rules.global_batch:
+            raise UsageError(
+                f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "
+                f"global_batch={rules.global_batch}; take a smaller batch, or drop_last=False"
+            )
         self.dataset = dataset
         self.consumed = 0
-        self._order = order
+        self._order: WalkOrder
+        if isinstance(dataset, Mixture):
+            self._order = dataset.sample_order(rules.seed)
+        else:
+            self._order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
         self._rules = rules
         self._place = place
         self._watch = watch
-        self._options = options
+        self._options = torch_options(options, "run.loader")
         self._at = _EpochPlace(0, 0)
         self._planned: deque[tuple[_EpochPlace, int, StepBatch]] = deque()
         self._holes = Holes()
@@ -219,17 +240,11 @@ class Loader:
             CheckpointError: the state is of another order: samples would be skipped or seen twice.
         """
         self.close()
-        consumed = _count(state, "samples_consumed")
-        for key, own in (("seed", self._order.seed), ("size", self._order.size)):
-            if state.get(key) != own:
-                raise CheckpointError(
-                    f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
-                    "samples would be skipped or seen twice; set seed, shuffle and dataset back, "
-                    "or start a new run"
-                )
+        require_order(state, self._order)
+        consumed = count_in(state, "samples_consumed")
         epoch, offset = divmod(consumed, self._order.size)
         if "epoch" in state:  # GlobalBatches has none: it leaves nothing out at an epoch's end
-            epoch, offset = _count(state, "epoch"), _count(state, "epoch_samples")
+            epoch, offset = count_in(state, "epoch"), count_in(state, "epoch_samples")
         if isinstance(self._order, MixtureOrder):
             position = epoch * self._order.size + offset
             self._order.load_state_dict(state.get("mixture"), position)
@@ -329,7 +344,7 @@ class Loader:
         generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
         reader: Any = DataLoader(
             self.dataset,
-            batch_sampler=_Lists(self._walk),
+            batch_sampler=self._walk(),
             generator=generator,
             **self._options,
         )
@@ -341,16 +356,6 @@ class _EpochPlace(NamedTuple):
 
     epoch: int
     offset: int
-
-
-class _Lists:
-    """What torch's DataLoader takes for a batch sampler."""
-
-    def __init__(self, walk: Callable[[], Iterator[list[int]]]) -> None:
-        self._walk = walk
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._walk()
 
 
 def length_of(dataset: Any) -> int:
@@ -373,30 +378,6 @@ def length_of(dataset: Any) -> int:
     if size < 1:
         raise UsageError(f"run.loader: this {name} has no samples; look at the path it reads from")
     return size
-
-
-def make_loader(
-    dataset: Any,
-    rules: BatchRules,
-    options: LoaderOptions,
-    *,
-    place: Callable[[], DataPlace],
-    watch: AbstractContextManager[None],
-) -> Loader:
-    """A loader, or a line that says why there can be none.
-
-    Raises:
-        UsageError: the dataset has no length or no samples, or a number makes no sense.
-    """
-    size = length_of(dataset)
-    _check(rules, size)
-    order: WalkOrder
-    if isinstance(dataset, Mixture):
-        order = dataset.sample_order(rules.seed)
-    else:
-        order = FileOrder(size) if rules.seed is None else SampleOrder(size, rules.seed)
-    torchs = torch_options(options, "run.loader")
-    return Loader(dataset, order, rules, place=place, watch=watch, options=torchs)
 
 
 def torch_options(options: LoaderOptions, caller: str) -> dict[str, Any]:
@@ -434,22 +415,3 @@ def check_batch(global_batch: int, micro_batch: int | None, caller: str) -> None
         raise UsageError(f"{caller}: global_batch={global_batch!r} is not a number of samples")
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 0):
         raise UsageError(f"{caller}: micro_batch={micro_batch!r} is not a number from 0 on")
-
-
-def _check(rules: BatchRules, size: int) -> None:
-    check_batch(rules.global_batch, rules.micro_batch, "run.loader")
-    if rules.drop_last and size < rules.global_batch:
-        raise UsageError(
-            f"run.loader: drop_last leaves nothing of a dataset of {size} samples with "
-            f"global_batch={rules.global_batch}; take a smaller batch, or drop_last=False"
-        )
-
-
-def _count(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(
-            f"data state has {key} {value!r}, not a count of samples or epochs; "
-            "resume from another checkpoint"
-        )
-    return value

@@ -17,15 +17,18 @@ import math
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
+
+    WalkOrder: TypeAlias = "FileOrder | SampleOrder | MixtureOrder"
+    """What a loader walks through: a sample for each global position, counted over all epochs."""
 
 
 ROUNDS = 8
@@ -38,21 +41,6 @@ _TABLE_BITS = 12
 """Of half a number: up to 16 million samples a round's results are a small table."""
 _FEW = 10
 """Below so many values a loop is faster than numpy's eight rounds alone."""
-
-
-class WalkOrder(Protocol):
-    """What a loader walks through: a sample for each global position, counted over all epochs."""
-
-    @property
-    def size(self) -> int:
-        """Samples of an epoch."""
-
-    @property
-    def seed(self) -> int | None:
-        """None where nothing is shuffled."""
-
-    def take(self, positions: Sequence[int]) -> list[int]:
-        """The samples at these global positions."""
 
 
 def _as_integers(positions: Sequence[int]) -> Sequence[int]:
@@ -273,7 +261,7 @@ class MixtureOrder:
         self._begins = [0, *accumulate(sizes)]
         # One without samples has no places either, but no order could be made for it.
         whole = [max(1, size) for size in sizes]
-        self._orders: list[WalkOrder] = [
+        self._orders: list[FileOrder | SampleOrder] = [
             FileOrder(size) if seed is None else SampleOrder(size, seed * 1_000_003 + number)
             for number, size in enumerate(whole, start=1)
         ]
@@ -389,6 +377,36 @@ def _quotas(sizes: list[int], weights: list[float]) -> list[int]:
     return quotas
 
 
+# ---- states, checked
+
+
+def require_order(state: Mapping[str, Any], order: WalkOrder) -> None:
+    """Refuse the state of another order: samples would be skipped or seen twice."""
+    for key, own in (("seed", order.seed), ("size", order.size)):
+        if state.get(key) != own:
+            raise CheckpointError(
+                f"data state of the checkpoint has {key} {state.get(key)!r}, this run {own}: "
+                "samples would be skipped or seen twice; set seed, shuffle and dataset back, "
+                "or start a new run"
+            )
+
+
+def count_in(state: Mapping[str, Any], key: str) -> int:
+    """A count of samples or epochs in a state_dict; refused where it is none."""
+    value: Any = state.get(key)
+    if not is_count(value):
+        raise CheckpointError(
+            f"data state has {key} {value!r}, not a count of samples or epochs; "
+            "resume from another checkpoint"
+        )
+    return int(value)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return type(value) is int and value >= 0
+
+
 def _checked(state: Any, count: int) -> tuple[Any, Any, Any, Any]:
     """The parts of a state, each of the kind that it must be."""
     parts = state if isinstance(state, dict) else {}
@@ -398,7 +416,7 @@ def _checked(state: Any, count: int) -> tuple[Any, Any, Any, Any]:
     numbers = [since]
     for row in rows:
         numbers += row if isinstance(row, list) else [None]
-    if any(type(number) is not int or number < 0 for number in numbers):
+    if not all(map(is_count, numbers)):
         raise CheckpointError(
             "data state of the checkpoint is not that of a mixture, or is damaged; set the dataset "
             "back, or resume from another checkpoint"

@@ -167,7 +167,12 @@ class OpenReader:
                 self._load(place.state)
         self._is_fresh = resumed
         if source.replay and place.samples:
-            self._drop(place.samples)
+            dropped = sum(1 for _ in islice(self._iterator, place.samples))
+            if dropped < place.samples:
+                raise CheckpointError(
+                    f"{self._name} has {dropped} samples, and {place.samples} were used before the "
+                    "stop: the dataset is another; set it back, or start a new run"
+                )
 
     def take(self) -> Any:
         """The next sample.
@@ -203,14 +208,6 @@ class OpenReader:
             self._holder.load_state_dict(state)
         except _STRANGE as error:
             raise self._unknown_state(error) from None
-
-    def _drop(self, count: int) -> None:
-        dropped = sum(1 for _ in islice(self._iterator, count))
-        if dropped < count:
-            raise CheckpointError(
-                f"{self._name} has {dropped} samples, and {count} were used before the stop: "
-                "the dataset is another; set it back, or start a new run"
-            )
 
     def _unknown_state(self, error: Exception) -> CheckpointError:
         why = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]

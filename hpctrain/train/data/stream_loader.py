@@ -11,16 +11,19 @@ promises are held by tests/unit/data/test_stream_loader.py and tests/engines/tes
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_workers
 
 from hpctrain.core.base.mesh import ANY_PASSES
+from hpctrain.core.world import one_line
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.data.batches import (
     MicrobatchSamples,
@@ -29,6 +32,7 @@ from hpctrain.train.data.batches import (
     mean_weight,
 )
 from hpctrain.train.data.loader import check_batch, torch_options
+from hpctrain.train.data.order import is_count
 from hpctrain.train.data.readers import (
     MOST_READERS,
     OpenReader,
@@ -64,16 +68,6 @@ class StreamRules(NamedTuple):
     replay: bool = False
 
 
-class Ranks(NamedTuple):
-    """How this rank speaks with the others; both are collective."""
-
-    place: Callable[[], DataPlace]
-    numbers: Callable[[list[int]], list[list[int]]]
-    """Equally many numbers of every rank, on every rank."""
-    values: Callable[[Any], list[Any]]
-    """A value of every rank, on every rank."""
-
-
 class StreamLoader:
     """A rank's batches of an iterable dataset, as `Run.stream_loader` makes them.
 
@@ -92,21 +86,31 @@ class StreamLoader:
 
     def __init__(
         self,
-        source: Source,
+        dataset: Any,
         rules: StreamRules,
+        options: LoaderOptions,
         *,
-        ranks: Ranks,
+        place: Callable[[], DataPlace],
+        gather: Callable[[Any], list[Any]],
         watch: AbstractContextManager[None],
-        options: Mapping[str, Any],
     ) -> None:
-        """Use `Run.stream_loader`."""
+        """Use `Run.stream_loader`; `gather` returns a value of every rank, on every rank.
+
+        Raises:
+            UsageError: nobody says how the dataset is divided, or where a reader stands; or a
+                number makes no sense.
+        """
+        caller, readers = "run.stream_loader", rules.readers
+        check_batch(rules.global_batch, rules.micro_batch, caller)
+        if readers is not None and (type(readers) is not int or not 1 <= readers <= MOST_READERS):
+            raise UsageError(f"{caller}: readers={readers!r} is not a number of readers")
         self.consumed = 0
         self.epoch = 0
-        self._source = source
+        self._options = torch_options(options, caller)
+        self._source = source_of(dataset, replay=rules.replay)
         self._rules = rules
-        self._ranks = ranks
+        self._place, self._gather = place, gather
         self._watch = watch
-        self._options = dict(options)
         self._collate = self._options.pop("collate_fn", None) or default_collate
         self._places: list[ReaderPlace] = []
         """Of all readers; those of other ranks are as they were when the state was loaded."""
@@ -116,8 +120,8 @@ class StreamLoader:
         self._turns: dict[str, Any] | None = None
         self._stream: Iterator[_Part] | None = None
         self._is_dry = False
-        self._spare: Any = None
-        check_first(source, self._first_readers())
+        self._spare: list[Any] = []
+        check_first(self._source, self._first_readers())
 
     # ---- what a program calls
 
@@ -135,7 +139,7 @@ class StreamLoader:
         As `Loader.weight`; 0.0 on a rank whose readers have no more, which gets a sample only to
         keep step with the others.
         """
-        return mean_weight(self.taken, self._ranks.place().ranks)
+        return mean_weight(self.taken, self._place().ranks)
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch; a whole one if nothing of it was consumed. Collective."""
@@ -144,7 +148,7 @@ class StreamLoader:
                 batch = self._next_of_epoch()
             if batch is None:
                 return
-            yield self._handed(batch)
+            yield self._handed(*batch)
 
     def __next__(self) -> Any:
         """This rank's part of the next batch; with micro-batches a list of them. Collective."""
@@ -152,7 +156,7 @@ class StreamLoader:
             batch = None
             while batch is None:  # not for ever: an epoch without a batch is refused
                 batch = self._next_of_epoch()
-        return self._handed(batch)
+        return self._handed(*batch)
 
     def close(self) -> None:
         """End the workers; the next batch starts new ones. What they have read ahead is dropped."""
@@ -161,10 +165,10 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where all readers stand: equal on all ranks, and JSON. Collective."""
-        place = self._ranks.place()
+        place = self._place()
         own = {n: self._places[n] for n in range(place.rank, self.readers, place.ranks)}
         places, turns = list(self._places), [0] * place.ranks
-        for rank, turn, theirs in self._ranks.values((place.rank, self._turn, own)):
+        for rank, turn, theirs in self._gather((place.rank, self._turn, own)):
             turns[rank] = turn
             for number, reader_place in theirs.items():
                 places[number] = reader_place
@@ -207,18 +211,22 @@ class StreamLoader:
 
     # ---- one batch
 
-    def _next_of_epoch(self) -> _Batch | None:
+    def _next_of_epoch(self) -> tuple[_Part | None, int, DataPlace] | None:
         """The next batch, the same one on all ranks; None at the end of an epoch."""
         part, trouble = self._read_part()
-        place = self._ranks.place()
+        place = self._place()
         count = FAILED if trouble else part.samples if part else 0
         counts = self._exchange(place, count)
         if FAILED in counts:
             self.close()
-            self._raise_together(trouble)
+            lines = self._gather(None if trouble is None else one_line(trouble))
+            if trouble is not None:
+                raise trouble
+            rank, why = next((rank, why) for rank, why in enumerate(lines) if why)
+            raise HpctrainError(f"run.stream_loader: rank {rank} could not read its batch: {why}")
         total = sum(counts)
         if total and (total == self._rules.global_batch or not self._rules.drop_last):
-            return _Batch(part, total, place)
+            return part, total, place
         if not self._epoch_samples:
             raise UsageError(
                 f"run.stream_loader: {self.readers} readers together have {total} samples for a "
@@ -229,7 +237,7 @@ class StreamLoader:
         self.close()
         self.epoch += 1
         self._places = [ReaderPlace()] * self.readers
-        self._epoch_samples, self._turn, self._turns, self._spare = 0, 0, None, None
+        self._epoch_samples, self._turn, self._turns, self._spare = 0, 0, None, []
         return None
 
     def _read_part(self) -> tuple[_Part | None, Exception | None]:
@@ -248,7 +256,7 @@ class StreamLoader:
 
     def _exchange(self, place: DataPlace, count: int) -> list[int]:
         """The samples that each of the ranks has that read different ones."""
-        rows = {(rank, theirs) for rank, theirs in self._ranks.numbers([place.rank, count])}
+        rows = {(rank, theirs) for rank, theirs in self._gather([place.rank, count])}
         counts = [theirs for _, theirs in rows]
         if len(rows) != place.ranks and FAILED not in counts:
             raise HpctrainError(
@@ -258,29 +266,20 @@ class StreamLoader:
             )
         return counts
 
-    def _raise_together(self, trouble: Exception | None) -> NoReturn:
-        line = None if trouble is None else _one_line(trouble)
-        lines = self._ranks.values(line)
-        if trouble is not None:
-            raise trouble
-        rank, why = next((rank, why) for rank, why in enumerate(lines) if why)
-        raise HpctrainError(f"run.stream_loader: rank {rank} could not read its batch: {why}")
-
-    def _handed(self, batch: _Batch) -> Any:
-        """A batch from here on counts as consumed."""
-        part, first = batch.part, self.consumed
-        template = self._template(batch.place)
+    def _handed(self, part: _Part | None, total: int, place: DataPlace) -> Any:
+        """A batch of `total` samples from here on counts as consumed."""
+        first, template = self.consumed, self._template(place)
         if part is not None:
             collated, weights = part.pieces, part.weights
             for number, samples, is_done, state in part.places:
                 self._places[number] = ReaderPlace(samples, is_done, state)
             self._turn = (part.worker + 1) % max(1, self._options["num_workers"])
         else:
-            is_full = _needs_shape(batch.place)
+            is_full = _needs_shape(place)
             weights = [[0.0] * (len(piece.weights) if is_full else 1) for piece in template]
             collated = [self._spare_piece(len(own)) for own in weights]
-        self.consumed += batch.total
-        self._epoch_samples += batch.total
+        self.consumed += total
+        self._epoch_samples += total
         pieces = [
             MicrobatchSamples([], own, piece.leaf if any(own) else None)
             for own, piece in zip(weights, template, strict=True)
@@ -290,11 +289,11 @@ class StreamLoader:
 
     def _spare_piece(self, size: int) -> Any:
         """What a rank without samples computes on, lest the others wait for it."""
-        if self._spare is None:
+        if not self._spare:
             for number in range(self.readers):
                 reader = OpenReader(self._source, number, self.readers, self.epoch, ReaderPlace())
-                self._spare = next(([sample] for sample in _samples(reader)), None)
-                if self._spare is not None:
+                with contextlib.suppress(StopIteration):
+                    self._spare = [reader.take()]
                     break
         return self._collate(self._spare * size)
 
@@ -303,7 +302,7 @@ class StreamLoader:
     def _start(self) -> Iterator[_Part]:
         import torch
 
-        place, workers = self._ranks.place(), self._options["num_workers"]
+        place, workers = self._place(), self._options["num_workers"]
         own = range(place.rank, self.readers, place.ranks)
         if self.readers % place.ranks:
             log.warning(
@@ -330,7 +329,7 @@ class StreamLoader:
         generator = torch.Generator()  # of its own, lest the program's depend on restarts
         generator.manual_seed(self.consumed)
         reader: Any = DataLoader(
-            _Parts(share),
+            share,
             batch_size=None,
             collate_fn=_as_it_is,
             generator=generator,
@@ -340,7 +339,7 @@ class StreamLoader:
 
     def _first_readers(self) -> int:
         """How many a new run has."""
-        ranks, workers = self._ranks.place().ranks, max(1, self._options["num_workers"])
+        ranks, workers = self._place().ranks, max(1, self._options["num_workers"])
         return self._rules.readers or default_readers(self._source, ranks, workers)
 
     def _first_turn(self, place: DataPlace, workers: int) -> int:
@@ -378,12 +377,6 @@ class StreamLoader:
         return cuts[place.rank]
 
 
-class _Batch(NamedTuple):
-    part: _Part | None
-    total: int
-    place: DataPlace
-
-
 class _Part(NamedTuple):
     """What a worker has read for one batch of its rank; plain, so that torch can pin it."""
 
@@ -397,8 +390,8 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What one rank reads."""
+class _Share(IterableDataset[_Part]):
+    """What one rank reads, for torch's DataLoader; each worker iterates its own part."""
 
     source: Source
     readers: int
@@ -411,26 +404,32 @@ class _Share:
     equal: bool
     collate: Callable[[list[Any]], Any]
 
-
-class _Parts(IterableDataset[_Part]):
-    """What torch's DataLoader iterates, in each worker its own part."""
-
-    def __init__(self, share: _Share) -> None:
-        self._share = share
-
     def __iter__(self) -> Iterator[_Part]:
         info = get_worker_info()
         at = info.id if info is not None else 0
-        _hide_worker()
-        worker, share = self._share.workers[at], self._share
-        wanted = sum(sum(map(int, piece.weights)) for piece in share.template)
+        # Lest a dataset divide its share once more by torch's workers.
+        torch_workers._worker_info = None  # noqa: SLF001 - torch has no other way
+        worker = self.workers[at]
+        wanted = sum(sum(map(int, piece.weights)) for piece in self.template)
         try:
-            draw = _Draw(share, share.places[at])
+            draw = _Draw(self, self.places[at])
             while samples := draw.take(wanted):
-                pieces, weights = _filled(share, samples)
+                pieces, weights = self._filled(samples)
                 yield _Part(worker, len(samples), pieces, weights, draw.moved())
         except HpctrainError as refusal:  # as it is: torch would put its own lines around it
             yield _Part(worker, 0, [], [], [], refusal)
+
+    def _filled(self, samples: list[Any]) -> tuple[list[Any], list[list[float]]]:
+        """The passes of a batch with these samples in them, and what each sample counts."""
+        left = iter(samples)
+        pieces, weights = [], []
+        for piece in self.template:
+            taken = list(islice(left, int(sum(piece.weights))))
+            size = len(piece.weights) if self.equal else max(1, len(taken))
+            missing = size - len(taken)
+            weights.append([1.0] * len(taken) + [0.0] * missing)
+            pieces.append(self.collate(taken + [samples[0]] * missing))
+        return pieces, weights
 
 
 class _Draw:
@@ -483,71 +482,16 @@ class _Draw:
         return self._open[number]
 
 
-def _filled(share: _Share, samples: list[Any]) -> tuple[list[Any], list[list[float]]]:
-    """The passes of a batch with these samples in them, and what each sample counts."""
-    left = iter(samples)
-    pieces, weights = [], []
-    for piece in share.template:
-        taken = list(islice(left, int(sum(piece.weights))))
-        size = len(piece.weights) if share.equal else max(1, len(taken))
-        missing = size - len(taken)
-        weights.append([1.0] * len(taken) + [0.0] * missing)
-        pieces.append(share.collate(taken + [samples[0]] * missing))
-    return pieces, weights
-
-
 def _needs_shape(place: DataPlace) -> bool:
     """Whether every pass must have as many samples as in a full batch."""
     return place.passes.equal or place.passes.leaves
-
-
-def _hide_worker() -> None:
-    """Lest a dataset divide its share once more by torch's workers."""
-    from torch.utils.data._utils import worker
-
-    worker._worker_info = None  # noqa: SLF001 - torch has no other way
-
-
-def _samples(reader: OpenReader) -> Iterator[Any]:
-    try:
-        yield reader.take()
-    except StopIteration:
-        return
 
 
 def _as_it_is(part: Any) -> Any:
     return part
 
 
-def _one_line(error: BaseException) -> str:
-    return (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-
-
-# ---- making one
-
-
-def make_stream_loader(
-    dataset: Any,
-    rules: StreamRules,
-    options: LoaderOptions,
-    *,
-    ranks: Ranks,
-    watch: AbstractContextManager[None],
-) -> StreamLoader:
-    """A stream loader, or a line that says why there can be none.
-
-    Raises:
-        UsageError: nobody says how the dataset is divided, or where a reader stands; or a number
-            makes no sense.
-    """
-    caller = "run.stream_loader"
-    check_batch(rules.global_batch, rules.micro_batch, caller)
-    readers = rules.readers
-    if readers is not None and (type(readers) is not int or not 1 <= readers <= MOST_READERS):
-        raise UsageError(f"{caller}: readers={readers!r} is not a number of readers")
-    torchs = torch_options(options, caller)
-    source = source_of(dataset, replay=rules.replay)
-    return StreamLoader(source, rules, ranks=ranks, watch=watch, options=torchs)
+# ---- the state
 
 
 def default_readers(source: Source, ranks: int, workers: int) -> int:
@@ -566,7 +510,7 @@ def _places_of(state: Mapping[str, Any]) -> list[ReaderPlace]:
     if type(version) is not int or version != VERSION:
         raise _refused(f"is of version {version!r}, and version {VERSION} is read")
     for key in ("samples_consumed", "epoch"):
-        if not _is_count(state.get(key)):
+        if not is_count(state.get(key)):
             raise _refused(f"has {key} {state.get(key)!r}, not a count")
     rows = state.get("readers")
     if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_READERS:
@@ -584,7 +528,7 @@ def _place_of(number: int, row: Any) -> ReaderPlace:
     if not isinstance(row, list) or len(row) != len(ReaderPlace._fields):
         raise _refused(f"has no place of reader {number}")
     samples, is_done, state = row
-    if not _is_count(samples) or type(is_done) is not bool:
+    if not is_count(samples) or type(is_done) is not bool:
         raise _refused(f"has {samples!r} samples of reader {number}, done: {is_done!r}")
     return ReaderPlace(samples, is_done, None if state is None else json.dumps(state))
 
@@ -592,14 +536,10 @@ def _place_of(number: int, row: Any) -> ReaderPlace:
 def _are_turns(turns: Any) -> bool:
     return (
         isinstance(turns, dict)
-        and _is_count(turns.get("workers"))
+        and is_count(turns.get("workers"))
         and isinstance(turns.get("of_ranks"), list)
-        and all(map(_is_count, turns["of_ranks"]))
+        and all(map(is_count, turns["of_ranks"]))
     )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _refused(why: str) -> CheckpointError:

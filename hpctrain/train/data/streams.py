@@ -11,11 +11,11 @@ from __future__ import annotations
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpctrain.core.base.files import is_plain, open_plain
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.train.data.tokens import ITEM_BYTES, TokenFile, sidecar
+from hpctrain.train.data.tokens import ITEM_BYTES, MappedTokens, TokenFile, sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     Tokens = npt.NDArray[np.integer]
+    TokenStream: TypeAlias = "MappedTokens | ArrowTokens"
+    """All tokens of a data set in one row, and where its documents end."""
 
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -35,20 +37,6 @@ _ROWS_AT_ONCE = 1 << 18
 _LLM_C_MAGIC = 20240520
 _INTEGERS = {"int8", "int16", "int32", "int64"}
 _LISTS = ("list<", "large_list<", "fixed_size_list<")
-
-
-class TokenStream(Protocol):
-    """All tokens of a data set in one row, and where its documents end."""
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-
-    def read(self, first: int, last: int) -> Tokens:
-        """The tokens [first, last); a view of the mapped file where they lie in one piece."""
-
-    def document_ends(self) -> npt.NDArray[np.int64] | None:
-        """After which token each document ends; None where the file does not say."""
 
 
 class TokenSequences:
@@ -132,41 +120,14 @@ def open_stream(
         if path.with_suffix(".idx").exists():
             return MegatronTokens(path)
         if sidecar(path).exists():
-            file = TokenFile(path)
-            return FlatTokens(path, file.dtype)
+            return TokenFile(path)
         return FlatTokens(path, dtype or "uint16")
     except OSError as error:
         raise _refused(path, f"{error.strerror or error}") from None
 
 
-class _MappedTokens:
-    """A row of numbers that is mapped when it is first used, in each process anew."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path = path
-        self.dtype = dtype
-        """Of a token."""
-        self.length = 0
-        """Tokens."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A memory map is pickled by its bytes: a spawned worker would be sent the whole file.
-        return {name: value for name, value in vars(self).items() if name != "_tokens"}
-
-    def read(self, first: int, last: int) -> Tokens:
-        """The tokens [first, last), as a view of the mapped file."""
-        return self._tokens[first:last]
-
-    @cached_property
-    def _tokens(self) -> Tokens:
-        import numpy as np
-
-        item = np.dtype(self.dtype).newbyteorder("<")
-        return np.memmap(self.path, dtype=item, mode="r", shape=(self.length,))
-
-
-class FlatTokens(_MappedTokens):
-    """A file of bare numbers: nanoGPT's, or ours."""
+class FlatTokens(MappedTokens):
+    """A file of bare numbers, as nanoGPT's."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         super().__init__(path, dtype)
@@ -184,12 +145,8 @@ class FlatTokens(_MappedTokens):
                     path, "it has the header of llm.c, which is not read; leave its 1,024 bytes out"
                 )
 
-    def document_ends(self) -> None:
-        """A bare row of numbers does not say."""
-        return
 
-
-class MegatronTokens(_MappedTokens):
+class MegatronTokens(MappedTokens):
     """Megatron's `.bin`, as the `.idx` beside it says (MMapIndexedDataset, version 1)."""
 
     def __init__(self, path: Path) -> None:
@@ -269,20 +226,17 @@ class MegatronTokens(_MappedTokens):
 
     @property
     def _sizes(self) -> npt.NDArray[np.int32]:
-        sizes: npt.NDArray[np.int32] = self._part("<i4", 0, self.sequences)
-        return sizes
+        return self._part("<i4", 0, self.sequences)
 
     @property
     def _pointers(self) -> npt.NDArray[np.int64]:
-        pointers: npt.NDArray[np.int64] = self._part("<i8", 4 * self.sequences, self.sequences)
-        return pointers
+        return self._part("<i8", 4 * self.sequences, self.sequences)
 
     @property
     def _document_indices(self) -> npt.NDArray[np.int64]:
-        indices: npt.NDArray[np.int64] = self._part("<i8", 12 * self.sequences, self.documents)
-        return indices
+        return self._part("<i8", 12 * self.sequences, self.documents)
 
-    def _part(self, kind: str, after: int, count: int) -> Any:
+    def _part(self, kind: str, after: int, count: int) -> npt.NDArray[Any]:
         import numpy as np
 
         offset = _HEADER.size + after
@@ -384,7 +338,7 @@ IGNORED = -100
 _AT_ONCE = 1 << 22
 
 
-class PackedDocuments:
+class PackedDocuments(TokenSequences):
     """A token file or folder as packed sequences of `seq_len` tokens, for `Run.loader`.
 
     A sample is a dictionary of rows of `seq_len` numbers (int64): "tokens"; "targets", the token
@@ -421,22 +375,18 @@ class PackedDocuments:
             NotFound: there is nothing.
             UsageError: as of `TokenSequences`; or nothing says where documents end.
         """
-        self.seq_len = seq_len
-        self._sequences = TokenSequences(path, seq_len, dtype=dtype, column=column)
+        super().__init__(path, seq_len, dtype=dtype, column=column)
         self._end_token = end_token
-        if end_token is None and self._sequences.stream.document_ends() is None:
+        if end_token is None and self.stream.document_ends() is None:
             raise UsageError(
                 f"{path} does not say where its documents end; name the token that ends each, "
                 "end_token=50256 for GPT-2's"
             )
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:  # type: ignore[override]
         import numpy as np
 
-        tokens = self._sequences[index]
+        tokens = super().__getitem__(index)
         first = index * self.seq_len
         places = np.arange(first, first + self.seq_len + 1)
         among = slice(*np.searchsorted(self._ends, [first, first + self.seq_len], side="right"))
@@ -460,7 +410,7 @@ class PackedDocuments:
         """After which token each document ends; one without tokens is none."""
         import numpy as np
 
-        stream = self._sequences.stream
+        stream = self.stream
         if self._end_token is None:
             return np.unique(np.asarray(stream.document_ends(), np.int64))
         found_at = []

@@ -29,7 +29,37 @@ _DIGEST = re.compile(r"xxh3_64:[0-9a-f]{16}")
 _FIELDS = {"dtype": str, "length": int, "vocabulary": int, "digest": str, "source": dict}
 
 
-class TokenFile:
+class MappedTokens:
+    """A row of numbers that is mapped when it is first used, in each process anew."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path = path
+        self.dtype = dtype
+        """Of a token."""
+        self.length = 0
+        """Tokens."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map is pickled by its bytes: a spawned worker would be sent the whole file.
+        return {name: value for name, value in vars(self).items() if name != "_tokens"}
+
+    def read(self, first: int, last: int) -> npt.NDArray[np.integer]:
+        """The tokens [first, last), as a view of the mapped file."""
+        return self._tokens[first:last]
+
+    def document_ends(self) -> npt.NDArray[np.int64] | None:
+        """After which token each document ends; None where the file does not say."""
+        return None
+
+    @cached_property
+    def _tokens(self) -> npt.NDArray[np.integer]:
+        import numpy as np
+
+        item = np.dtype(self.dtype).newbyteorder("<")
+        return np.memmap(self.path, dtype=item, mode="r", shape=(self.length,))
+
+
+class TokenFile(MappedTokens):
     """A finished token file, cut into sequences for next-token prediction.
 
     Opening it checks its description and its size; `verify` reads it all and checks its digest.
@@ -41,12 +71,10 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         described = _read_sidecar(path)
-        self.path = path
-        self.length: int = described["length"]
-        """Tokens in the file."""
+        super().__init__(path, described["dtype"])
+        self.length = described["length"]
         self.vocabulary: int = described["vocabulary"]
         """Tokens are below this."""
-        self.dtype: str = described["dtype"]
         self.digest: str = described["digest"]
         """xxh3_64 of the file's bytes: two files with the same digest hold the same tokens."""
         self.source: dict[str, Any] = described["source"]
@@ -68,7 +96,7 @@ class TokenFile:
             raise IndexError(
                 f"sequence {i} is not one of {self.len_sequences(seq_len)} in {self.path}"
             )
-        return np.array(self._tokens[i * seq_len : (i + 1) * seq_len + 1], dtype=np.int64)
+        return np.array(self.read(i * seq_len, (i + 1) * seq_len + 1), dtype=np.int64)
 
     def batch(self, indices: Sequence[int], seq_len: int) -> npt.NDArray[np.int64]:
         """The sequences of these indices, of shape [len(indices), seq_len + 1]."""
@@ -90,13 +118,6 @@ class TokenFile:
                 digest.update(chunk)
         if _named(digest.hexdigest()) != self.digest:
             raise _torn(self.path, f"its digest is {_named(digest.hexdigest())}, not {self.digest}")
-
-    @cached_property
-    def _tokens(self) -> npt.NDArray[np.unsignedinteger]:
-        import numpy as np
-
-        item = np.dtype(self.dtype).newbyteorder("<")
-        return np.memmap(self.path, dtype=item, mode="r", shape=(self.length,))
 
 
 def write_tokens(

@@ -80,7 +80,12 @@ class ContextParallel:
             module.hpctrain_context = self  # type: ignore[assignment]
         config = getattr(model, "config", None)
         if theirs and config is not None:
-            _register()
+            from transformers import AttentionInterface
+            from transformers.masking_utils import AttentionMaskInterface
+
+            AttentionInterface.register(NAME, _attend_as_transformers)
+            # Masks are made by it, for each part.
+            AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
             for each in {id(m.config): m.config for m in (model, *theirs)}.values():
                 each._attn_implementation = NAME  # type: ignore[union-attr]  # noqa: SLF001
         return bool(own or theirs)
@@ -225,15 +230,6 @@ def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     at = torch.arange(keys - queries, keys, device=device)[:, None]
     keyed = torch.arange(keys, device=device)
     return (keyed <= at) & (keyed > at - window)
-
-
-def _register() -> None:
-    """Make transformers know the attention; masks are made by it, for each part."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend_as_transformers)
-    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
 
 
 def _attend_as_transformers(

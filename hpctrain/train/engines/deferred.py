@@ -204,7 +204,7 @@ class DeferredModel:
         except RuntimeError:  # the result's shape may depend on values, as nonzero's
             return self._run_now(function, args, kwargs)
         args, kwargs = map_tensors(torch.Tensor, _as_it_is, (args, kwargs))
-        given = {view.storage for view in _views_in((args, kwargs))}
+        given = {view.storage for view in _tensors_in((args, kwargs), _View)}
         results = [_view(tensor) for tensor in _tensors_in(result)]
         made = tuple(None if view.storage in given else view for view in results)
         writes = {view.storage for view in made if view is not None}
@@ -239,25 +239,19 @@ class DeferredModel:
                     vars(module)[name] = self._replay(_view(thing))
 
     def _run_now(self, function: Any, args: Any, kwargs: Any) -> Any:
-        with without_modes():
-            args, kwargs = self._with_values((args, kwargs))
-            return function(*args, **kwargs)
-
-    def _with_values(self, value: Any) -> Any:
         def real(tensor: torch.Tensor) -> torch.Tensor:
             return self._replay(_view(tensor)) if tensor.is_meta else tensor
 
-        return map_tensors(torch.Tensor, real, value)
+        with without_modes():
+            args, kwargs = map_tensors(torch.Tensor, real, (args, kwargs))
+            return function(*args, **kwargs)
 
     def _next_seed(self, function: Any, args: Any, kwargs: Any) -> int | None:
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return None
         self._draws += 1
-        seeds = list[int]()
-        map_tensors(
-            torch.Generator, lambda named: seeds.append(named.initial_seed()), (args, kwargs)
-        )
-        return seed_of(seeds[0] if seeds else self._seed, self._draws)
+        named = _tensors_in((args, kwargs), torch.Generator)
+        return seed_of(named[0].initial_seed() if named else self._seed, self._draws)
 
     # ---- afterwards
 
@@ -356,16 +350,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor | _View:
     return _view(tensor) if tensor.is_meta else tensor.detach().clone()
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    tensors = list[torch.Tensor]()
-    map_tensors(torch.Tensor, tensors.append, value)
-    return tensors
-
-
-def _views_in(value: Any) -> list[_View]:
-    views = list[_View]()
-    map_tensors(_View, views.append, value)
-    return views
+def _tensors_in(value: Any, kind: Any = torch.Tensor) -> list[Any]:
+    listed = list[Any]()
+    map_tensors(kind, listed.append, value)
+    return listed
 
 
 def _changed(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -209,7 +209,10 @@ class Exact(Native):
         for parameter in self.model.parameters():
             parameter.grad = None
         self.begin()
-        for microbatch, now in zip(microbatches, self._rounds(microbatches, count), strict=True):
+        for number, microbatch in enumerate(microbatches):
+            before = min(count, number * self.data_ranks)
+            leaves, last = min(self.data_ranks, count - before), number == len(microbatches) - 1
+            now = Round(leaves, before, last)
             torch.manual_seed(seed_of(self.seed, self.begun, microbatch.leaf))
             self.before_pass(now)
             with self.autocast():
@@ -298,12 +301,6 @@ class Exact(Native):
         rows = [torch.empty_like(own_row) for _ in range(self.data_ranks)]
         dist.all_gather(rows, own_row, group=self._group)
         return [theirs.tolist() for theirs in rows]
-
-    def _rounds(self, microbatches: Sequence[Microbatch], count: int) -> Iterator[Round]:
-        ranks = self.data_ranks
-        for number in range(len(microbatches)):
-            before = min(count, number * ranks)
-            yield Round(min(ranks, count - before), before, number == len(microbatches) - 1)
 
     def _note(self, losses: torch.Tensor, microbatch: Microbatch, value: torch.Tensor) -> None:
         """Each slot is filled by one rank, so that the sum over ranks adds zeros alone."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hpctrain.train.engines.layouts import DeviceMeshes
-
     Compute = Callable[[Tensor, Tensor], Tensor]
 
 MARK = "tokens_by_expert"
@@ -40,11 +38,11 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if getattr(module, MARK, False)}
 
 
-def expert_parallelize(model: nn.Module, meshes: DeviceMeshes) -> None:
+def expert_parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts alone, and have tokens travel to theirs. In place.
 
-    Not collective, but the forward passes become so, over `meshes.ep`: a rank of which no token
-    goes anywhere still takes part.
+    Not collective, but the forward passes become so, over `mesh`, the `ep` axis: a rank of which no
+    token goes anywhere still takes part.
 
     Raises:
         UsageError: there are no experts, their number is not a multiple of the ranks, or a module
@@ -53,13 +51,17 @@ def expert_parallelize(model: nn.Module, meshes: DeviceMeshes) -> None:
     experts = find_experts(model)
     if not experts:
         raise UsageError(
-            f"engine.ep {meshes.ep.size()} needs a model with experts, and this one has no module "
+            f"engine.ep {mesh.size()} needs a model with experts, and this one has no module "
             f"marked with {MARK} = True; set engine.ep to 1, or see `hpctrain help plan.md`"
         )
     for name, module in experts.items():
-        _check(name, module, meshes.ep.size())
-        _keep_own(module, meshes.ep)
-        group = meshes.ep.get_group()
+        _check(name, module, mesh.size())
+        for part in module.modules():
+            for own, parameter in part.named_parameters(recurse=False):
+                # Every rank has the same model: nothing is sent.
+                kept = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                setattr(part, own, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+        group = mesh.get_group()
         module.forward = functools.partial(_travel, module, module.forward, group)
 
 
@@ -78,14 +80,6 @@ def _check(name: str, module: nn.Module, ranks: int) -> None:
             f"{name} has {experts} experts, which {ranks} ranks (engine.ep) cannot share equally; "
             f"set engine.ep to a divisor of {experts}"
         )
-
-
-def _keep_own(module: nn.Module, mesh: DeviceMesh) -> None:
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            # Every rank has the same model: nothing is sent.
-            own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(part, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # how many travel is known only then

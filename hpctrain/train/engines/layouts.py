@@ -244,34 +244,17 @@ class DeviceMeshes:
     Attributes:
         root: Over all ranks, with the axes of `base.mesh.AXES`.
         dense: For parameters: `dp_shard`, with `dp_replicate` before it where there are copies.
-        sparse: Under expert parallelism, all ranks again with `dp_shard` cut in two: `ep`, the
-            ranks beside each other that share the experts, and before it `ep_shard`, the ranks
-            that share one expert. Else None.
-        expert_shard: For experts, like `dense`: `ep_shard` with copies before it. Else None.
+        ep: Ranks beside each other that share the experts; None without expert parallelism.
+        expert_shard: For experts, like `dense`: ranks that share one expert, with copies before
+            them. Else None.
         cp: Ranks beside each other that share sequences; None where none do.
     """
 
     root: DeviceMesh
     dense: DeviceMesh
-    sparse: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
     expert_shard: DeviceMesh | None = None
     cp: DeviceMesh | None = None
-
-    @property
-    def tp(self) -> DeviceMesh:
-        """Ranks that share matrices with this one."""
-        return self.root["tp"]
-
-    @property
-    def pp(self) -> DeviceMesh:
-        """Ranks of the pipeline that this one is in."""
-        return self.root["pp"]
-
-    @property
-    def ep(self) -> DeviceMesh:
-        """Ranks that share the experts with this one; only where there is expert parallelism."""
-        assert self.sparse is not None, "no expert parallelism"  # noqa: S101 - our own bug
-        return self.sparse["ep"]
 
 
 def make_meshes(mesh: Mesh, device: torch.device) -> DeviceMeshes:
@@ -291,4 +274,4 @@ def make_meshes(mesh: Mesh, device: torch.device) -> DeviceMeshes:
     sparse = split_axis(root, "dp_shard", cut, ("ep_shard", "ep"))
     copied = mesh.dp_replicate > 1
     shard = sparse["dp_replicate", "ep_shard"] if copied else sparse["ep_shard"]
-    return DeviceMeshes(root, dense, sparse, shard)
+    return DeviceMeshes(root, dense, sparse["ep"], shard)

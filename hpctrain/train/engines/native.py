@@ -32,6 +32,7 @@ from hpctrain.train.engines.norm import (
     clip_factor,
     global_norm,
     global_sum,
+    gradients_of,
     outer_copies,
     scale_,
     square_sum,
@@ -195,7 +196,7 @@ class Native(Engine):
 
     def update(self) -> float:
         """See `Engine`."""
-        gradients = self.gradients()
+        gradients = gradients_of(self.optimizer)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         norm = self.norm(gradients) / scale
         counts = self.loss_scale is None or self.loss_scale.update(norm)
@@ -219,15 +220,6 @@ class Native(Engine):
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.model.modules() if isinstance(module, FSDPModule))
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Of all parameters that the optimizer updates."""
-        return [
-            parameter.grad
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """Over all ranks. Collective."""
@@ -313,7 +305,9 @@ def shard(
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _add_gradients(module)
+            # Added over ranks, not averaged; gloo has no other than the plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
@@ -330,19 +324,14 @@ def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], An
         if name is None:
             return None
         if mesh is None or over is None:
-            return _whole_experts(weight, meshes.dense.size(-1))
+            # Between experts, as all parameters along their first dimension. Fewer experts than
+            # ranks would lie on some ranks only, and fill these: then within each.
+            ranks = meshes.dense.size(-1)
+            axis = None if weight.shape[0] % ranks == 0 else _even_dimension(weight, ranks)
+            return None if axis is None else Shard(axis)
         return over(_within_experts(name, weight, mesh.size(-1)))
 
     return cut
-
-
-def _whole_experts(weight: nn.Parameter, ranks: int) -> Shard | None:
-    """Cut experts between experts, as all parameters along their first dimension.
-
-    Fewer experts than ranks would lie on some ranks only, and fill these: then within each.
-    """
-    dimension = None if weight.shape[0] % ranks == 0 else _even_dimension(weight, ranks)
-    return None if dimension is None else Shard(dimension)
 
 
 def _within_experts(name: str, weight: nn.Parameter, ranks: int) -> Shard:
@@ -364,9 +353,3 @@ def _even_dimension(weight: nn.Parameter, ranks: int) -> int | None:
     """The first dimension after the experts' that has so many equal parts; None without one."""
     fitting = (axis for axis in range(1, weight.ndim) if weight.shape[axis] % ranks == 0)
     return next(fitting, None)
-
-
-def _add_gradients(module: FSDPModule) -> None:
-    """Have a sharded module's gradients added over ranks."""
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # gloo has no other than the plain sum

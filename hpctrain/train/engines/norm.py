@@ -20,6 +20,8 @@ from hpctrain.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torch.optim import Optimizer
+
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.world import World
 
@@ -69,7 +71,11 @@ def square_sum(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> t
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     most = CHUNK if is_accelerator(world.device) else CPU_CHUNK
     for copies, parts in by_copies.items():
-        squares = [_squares(chunk, world.device) for part in parts for chunk in _chunks(part, most)]
+        squares = [
+            chunk.to(world.device, torch.float64, copy=True).square_().sum()
+            for part in parts
+            for chunk in _chunks(part, most)
+        ]
         total += torch.stack(squares).sum() / copies
     return total
 
@@ -78,8 +84,14 @@ def _chunks(part: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
     return (part,) if part.numel() <= most else torch.split(part.reshape(-1), most)
 
 
-def _squares(chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return chunk.to(device, torch.float64, copy=True).square_().sum()
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Of all parameters that an optimizer updates."""
+    return [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -129,11 +129,6 @@ class _Source:
         left_out = self.base.names if self.base is not None else frozenset()
         return frozenset(self.model.state_dict()) - left_out
 
-    @property
-    def is_same(self) -> bool:
-        """Whether all ranks have the same values: of one seed, one folder or one checkpoint."""
-        return self.deferred is not None
-
     def fill(
         self, part: nn.Module, world: World, *, offload: bool = False, outlined: bool = False
     ) -> None:
@@ -294,7 +289,8 @@ def _copied(source: _Source, inputs: EngineInputs) -> Engine:
         return ExactCopies(kind, model, optimizer, inputs)
     if not world.is_distributed:
         return Native(kind, model, optimizer, inputs)
-    copies = Averaged(model, world.device, is_same=source.is_same)
+    # Values that a function makes are of one seed, one folder or one checkpoint.
+    copies = Averaged(model, world.device, is_same=source.deferred is not None)
     return Native(kind, copies, optimizer, inputs)
 
 
@@ -311,7 +307,7 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
         context = ContextParallel(model, meshes.cp)
     stages = None
     if mesh.pp > 1:
-        from hpctrain.train.engines.pipeline import cut
+        from hpctrain.train.engines.stages import cut
 
         stages = cut(model, mesh.pp_rank(world.rank), mesh.pp, settings, plan.stage_order)
         model = stages.model
@@ -320,11 +316,11 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
             from hpctrain.train.engines.tensor_parallel import tensor_parallelize
 
             own, late = plan.tensor_parallel, plan.loss_parallel
-            tensor_parallelize(part, meshes.tp, settings, own, loss_parallel=late)
-        if mesh.ep > 1:
+            tensor_parallelize(part, meshes.root["tp"], settings, own, loss_parallel=late)
+        if meshes.ep is not None:
             from hpctrain.train.engines.experts import expert_parallelize
 
-            expert_parallelize(part, meshes)
+            expert_parallelize(part, meshes.ep)
         prepare(part, settings, world)
         shard(part, meshes, precision_of(settings.precision, world.device), settings)
         source.fill(part, world, offload=settings.offload == "cpu")

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from hpctrain.core.torch_private import add_up_gradients, without_outputs
 from hpctrain.core.world import one_line
@@ -37,7 +30,7 @@ from hpctrain.train.engines.stages import PassThrough, Stages, Tied, cut, passed
 from hpctrain.train.engines.state import parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -53,10 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Stages", "cut"]
 
 SCHEDULES: dict[str, tuple[Any, Any]] = {
-    "gpipe": (ScheduleGPipe, ScheduleGPipe),
-    "1f1b": (Schedule1F1B, ScheduleGPipe),
-    "interleaved": (ScheduleInterleaved1F1B, ScheduleLoopedBFS),
-    "zero_bubble": (ScheduleInterleavedZeroBubble, ScheduleLoopedBFS),
+    "gpipe": (schedules.ScheduleGPipe, schedules.ScheduleGPipe),
+    "1f1b": (schedules.Schedule1F1B, schedules.ScheduleGPipe),
+    "interleaved": (schedules.ScheduleInterleaved1F1B, schedules.ScheduleLoopedBFS),
+    "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleLoopedBFS),
 }
 """Torch's schedules for training and for evaluation; the latter take any number of microbatches."""
 
@@ -82,10 +75,10 @@ class Pipeline(Native):
         self.passes = passes_of(settings, mesh)
         self._name = settings.pp_schedule
         self._stages = stages
-        self._group = meshes.pp.get_group()
+        self._group = meshes.root["pp"].get_group()
         self._ready: dict[bool, tuple[Form, Any]] = {}
         self._forms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._round: _Round | None = None
+        self._share: Callable[[Any, int], Tensor] | None = None
         self._pp_rank = mesh.pp_rank(world.rank)
         own = dict(parameters(model))
         self._tied = [
@@ -152,17 +145,25 @@ class Pipeline(Native):
     def _run(self, act: Any, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        self._round = _Round(microbatches, loss, factor, total)
+
+        def share(output: Any, number: int) -> Tensor:
+            value = loss(output, microbatches[number].targets)
+            total.add_(value.detach().double())
+            return value * factor
+
+        self._share = share
         first = 0 in self._stages.numbers
         inputs = [torch.cat([each.inputs for each in microbatches])] if first else []
         act(*inputs, target=torch.arange(len(microbatches)), **without_outputs(act.__self__))
-        self._round = None
+        self._share = None
         return self.total(total)
 
     def _add_tied(self) -> None:
         """Add the gradients of parameters that two stages have. Collective over both."""
         for tied, parameter in self._tied:
-            own = local(_gradient(parameter))
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = local(parameter.grad)
             if not own.numel():
                 continue  # nor has the other
             (peer,) = {stage % self.mesh.pp for stage in tied.stages} - {self._pp_rank}
@@ -201,9 +202,9 @@ class Pipeline(Native):
 
     def _loss(self, stage: _Stage, _tensor: Tensor, number: Tensor) -> Tensor:
         """What the last stage asks for; torch knows a microbatch's targets by its number alone."""
-        assert self._round is not None, "no step in hand"  # noqa: S101 - our own bug
+        assert self._share is not None, "no step in hand"  # noqa: S101 - our own bug
         output, stage.output = stage.output, None
-        return self._round.loss_of(output, int(number))
+        return self._share(output, int(number))
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         for part in self._stages.parts:
@@ -338,25 +339,6 @@ class _Stage(PipelineStage):
         return output
 
 
-@dataclass(frozen=True)
-class _Round:
-    """What the last stage's loss needs of the step in hand.
-
-    `factor` is fp16's loss scale; `total` is the sum of the losses, unscaled.
-    """
-
-    microbatches: Sequence[Microbatch]
-    loss: Loss
-    factor: float
-    total: Tensor
-
-    def loss_of(self, output: Any, number: int) -> Tensor:
-        """A microbatch's loss, scaled."""
-        value = self.loss(output, self.microbatches[number].targets)
-        self.total.add_(value.detach().double())
-        return value * self.factor
-
-
 def _form(microbatches: Sequence[Microbatch]) -> Form:
     forms = {(each.inputs.shape, each.inputs.dtype) for each in microbatches}
     if len(forms) != 1:
@@ -368,12 +350,6 @@ def _form(microbatches: Sequence[Microbatch]) -> Form:
         )
     shape, dtype = forms.pop()
     return len(microbatches), shape, dtype
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _filled(like: Tensor) -> Tensor:

@@ -345,8 +345,6 @@ def _config_of(model: Any, *, is_built: bool) -> Any:
                 f"{how} begins with values of the weights that are adapted, which are not there "
                 "while a function builds the model; give run.parallelize the model itself"
             )
-    return json.loads(json.dumps(config, default=_plain_json))
-
-
-def _plain_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+    is_set = (set, frozenset)
+    text = json.dumps(config, default=lambda v: sorted(v) if isinstance(v, is_set) else str(v))
+    return json.loads(text)

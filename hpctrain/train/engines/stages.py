@@ -222,7 +222,13 @@ def cut(
     count = pp * each
     links = chain(model, stage_order)
     _refuse_loose(model, links)
-    _refuse_few(links, count, pp, each)
+    blocks = sum(link.is_block for link in links)
+    if blocks < count:
+        stages = f"engine.pp {pp}" + (f" x engine.pp_stages_per_rank {each}" if each > 1 else "")
+        raise UsageError(
+            f"{stages} asks for {count} pipeline stages, and the model has {blocks} blocks; "
+            f"set engine.pp lower, or give the model more layers"
+        )
     runs = balance([_size(link) for link in links], [link.is_block for link in links], count)
     tied = _tied(links, runs, pp)
     numbers = list(range(pp_rank, count, pp))
@@ -322,22 +328,17 @@ def _stand_ins(
     """For the links that a stage does not keep; they hold those of its parameters that are tied."""
     absent = {link.name: PassThrough(link) for link in links}
     for name in shared:
-        _lend(absent, name, model.get_parameter(name))
+        link = next((link for link in absent if name.startswith(link + ".")), None)
+        if link is None:
+            continue
+        holder: nn.Module = absent[link]
+        *path, own = name.removeprefix(link + ".").split(".")
+        for key in path:
+            if key not in holder._modules:  # noqa: SLF001 - hasattr would find a plain attribute
+                holder.add_module(key, nn.Module())
+            holder = holder.get_submodule(key)
+        holder.register_parameter(own, model.get_parameter(name))
     return absent
-
-
-def _lend(absent: Mapping[str, nn.Module], name: str, parameter: nn.Parameter) -> None:
-    """Have a layer's stand-in hold a parameter that is tied to a kept one."""
-    link = next((link for link in absent if name.startswith(link + ".")), None)
-    if link is None:
-        return
-    holder = absent[link]
-    *path, own = name.removeprefix(link + ".").split(".")
-    for key in path:
-        if key not in holder._modules:  # noqa: SLF001 - hasattr would find a plain attribute
-            holder.add_module(key, nn.Module())
-        holder = holder.get_submodule(key)
-    holder.register_parameter(own, parameter)
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -349,16 +350,6 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 # ---- what cannot be cut
-
-
-def _refuse_few(links: Sequence[ChainModule], count: int, pp: int, each: int) -> None:
-    blocks = sum(link.is_block for link in links)
-    if blocks < count:
-        stages = f"engine.pp {pp}" + (f" x engine.pp_stages_per_rank {each}" if each > 1 else "")
-        raise UsageError(
-            f"{stages} asks for {count} pipeline stages, and the model has {blocks} blocks; "
-            f"set engine.pp lower, or give the model more layers"
-        )
 
 
 def _refuse_loose(model: nn.Module, links: Sequence[ChainModule]) -> None:

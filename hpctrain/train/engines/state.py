@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +36,7 @@ from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.checkpoint.tensors.value_reading import decode
 from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.errors import CheckpointError
+from hpctrain.train.engines.norm import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -167,8 +167,12 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
     for place, buffer in buffers(model):
         if buffer is not None:
             state[MODEL + place.name] = buffer
-    if held and optimizer is not None:
-        _refuse_nameless(optimizer, held)
+    if held:
+        shape = list(next(iter(held)).shape)
+        raise CheckpointError(
+            f"{type(optimizer).__name__} updates a parameter of shape {shape} that is in no module "
+            "of the tracked model, so its state has no name; make it a parameter of the model"
+        )
     return state | _unseen(model, state) | moments
 
 
@@ -185,12 +189,15 @@ def wanted(
     _reshard(model)
     tensors: dict[str, torch.Tensor] = {}
     owners = dict(parameters(model))
+    # A count of steps lies beside its parameter where torch's optimizers have it so.
+    groups = optimizer.param_groups if optimizer is not None else []
+    on_device = any(group.get("fused") or group.get("capturable") for group in groups)
     for name, parameter in owners.items():
         entry = entries.get(MODEL + name)
         if isinstance(parameter, UninitializedParameter) and entry is not None:
             parameter.materialize(entry.shape)
         tensors[MODEL + name] = parameter.detach()
-    device = next((_local(p).device for p in owners.values()), torch.device("cpu"))
+    device = next((local(p).device for p in owners.values()), torch.device("cpu"))
     for place, buffer in buffers(model):
         name = MODEL + place.name
         if _is_other(buffer, entries.get(name)):
@@ -201,19 +208,12 @@ def wanted(
     for name in _below(_names_unseen(model, tensors.keys()), entries):
         at = torch.device("cpu") if name.endswith(f":{JSON}") else device
         tensors[name] = _empty(entries[name], at)
-    return tensors if optimizer is None else tensors | _wanted_state(optimizer, owners, entries)
-
-
-def _wanted_state(
-    optimizer: Optimizer, owners: Mapping[str, nn.Parameter], entries: Entries
-) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for name, entry in entries.items():
+    for name, entry in entries.items() if optimizer is not None else ():
         owner, key, kind = _parsed(name, owners) if name.startswith(OPTIM) else (None, "", "")
         if owner is not None and kind:
             tensors[name] = _empty(entry, torch.device("cpu"))
         elif owner is not None:
-            tensors[name] = _state_like(owner, key, entry, optimizer)
+            tensors[name] = _state_like(owner, key, entry, on_device=on_device)
     return tensors
 
 
@@ -233,8 +233,10 @@ def apply(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, A
     names_seen.update(MODEL + name for name in owners)
     if unseen := _unseen_values(_names_unseen(model, names_seen), tensors):
         set_model_state_dict(model, unseen, options=StateDictOptions(strict=False))
-    else:
-        _call_load_hooks(model)
+    else:  # what torch calls at the end of a load: modules make anew what they derive of weights
+        for module in model.modules():
+            for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - the same
+                hook(module, _IncompatibleKeys([], []))
     if optimizer is not None:
         _give_state(optimizer, owners, tensors)
 
@@ -278,19 +280,6 @@ def state_keys(entries: Entries, model: nn.Module) -> dict[nn.Parameter, set[str
         if owner is not None:
             keys.setdefault(owner, set()).add(key.partition(".")[0])
     return keys
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Buffers that belong to the state, by their full names: who holds each, and as what.
-
-    Not the tensors: moving a model to its device makes new ones, and a program may put others in
-    their place.
-    """
-    return {
-        MODEL + place.name: (place.module, place.key)
-        for place, buffer in buffers(model)
-        if buffer is not None
-    }
 
 
 class Waiting:
@@ -355,18 +344,13 @@ def _put(moments: dict[str, torch.Tensor], name: str, value: Any) -> None:
         if type(value) is number and fits:
             moments[f"{name}:{kind}"] = torch.tensor(value, dtype=dtype)
             return
+    moments.update(_as_json(value, name))
+
+
+def _as_json(value: Any, name: str) -> dict[str, torch.Tensor]:
     form, tensors = encode(value, name)
-    moments.update(tensors)
     text = bytearray(json.dumps(form).encode())
-    moments[f"{name}:{JSON}"] = torch.frombuffer(text, dtype=torch.uint8)
-
-
-def _refuse_nameless(optimizer: Optimizer, held: Mapping[torch.Tensor, Any]) -> None:
-    shape = list(next(iter(held)).shape)
-    raise CheckpointError(
-        f"{type(optimizer).__name__} updates a parameter of shape {shape} that is in no module of "
-        "the tracked model, so its state has no name; make it a parameter of the model"
-    )
+    return {**tensors, f"{name}:{JSON}": torch.frombuffer(text, dtype=torch.uint8)}
 
 
 def _parsed(name: str, owners: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter | None, str, str]:
@@ -415,35 +399,28 @@ def _give_state(
 
 
 def _state_like(
-    parameter: nn.Parameter, key: str, entry: TensorEntry, optimizer: Optimizer
+    parameter: nn.Parameter, key: str, entry: TensorEntry, *, on_device: bool
 ) -> torch.Tensor:
-    """Memory for one value of a parameter's state: cut as the parameter is, if it is as large."""
-    local = _local(parameter)
-    is_count = key == "step"
-    if is_count and not _counts_on_device(optimizer):
+    """Memory for one value of a parameter's state: cut as the parameter is, if it is as large.
+
+    With `on_device`, counts of steps lie beside the parameter.
+    """
+    own = local(parameter)
+    if key == "step" and not on_device:
         return _empty(entry, torch.device("cpu"))
     if not isinstance(parameter, DTensor) or not entry.shape:
         if entry.shape != tuple(parameter.shape):
-            return _empty(entry, local.device)
-        return torch.empty_like(local, dtype=_TORCH[entry.dtype])  # in the same order of memory
+            return _empty(entry, own.device)
+        return torch.empty_like(own, dtype=_TORCH[entry.dtype])  # in the same order of memory
     mesh = parameter.device_mesh
     if entry.shape == tuple(parameter.shape):
         return DTensor.from_local(
-            torch.empty(local.shape, dtype=_TORCH[entry.dtype], device=local.device),
+            torch.empty(own.shape, dtype=_TORCH[entry.dtype], device=own.device),
             mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=_strides(entry.shape),
+            shape=parameter.shape, stride=torch.empty(entry.shape, device="meta").stride(),
         )  # fmt: skip
-    whole = _empty(entry, local.device)
+    whole = _empty(entry, own.device)
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _counts_on_device(optimizer: Optimizer) -> bool:
-    """Whether a count of steps lies beside its parameter, as torch's optimizers have it."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _empty(entry: TensorEntry, device: torch.device) -> torch.Tensor:
@@ -460,22 +437,18 @@ def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
     if buffer is None or isinstance(buffer, UninitializedBuffer):
         return True
     form = (tuple(buffer.shape), DTYPES.get(buffer.dtype, ""))
-    return form != (entry.shape, entry.dtype) or (0 in _local(buffer).stride())
+    return form != (entry.shape, entry.dtype) or (0 in local(buffer).stride())
 
 
 def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
     if buffer is None or isinstance(buffer, UninitializedBuffer):
         return False
-    return loaded.shape == buffer.shape and (_local(loaded).data_ptr() == _local(buffer).data_ptr())
+    return loaded.shape == buffer.shape and (local(loaded).data_ptr() == local(buffer).data_ptr())
 
 
 def _device_in(module: nn.Module) -> torch.device | None:
     held = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - its own alone
-    return next((_local(tensor).device for tensor in held if tensor is not None), None)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return next((local(tensor).device for tensor in held if tensor is not None), None)
 
 
 def _reshard(model: nn.Module) -> None:
@@ -498,14 +471,10 @@ def _unseen(model: nn.Module, seen: Mapping[str, Any]) -> dict[str, torch.Tensor
     values = get_model_state_dict(model) if unseen else {}
     for name in unseen:
         value = values.get(name.removeprefix(MODEL))
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            form, parts = encode(value, name)
-            text = bytearray(json.dumps(form).encode())
-            unseen_values |= {**parts, f"{name}:{JSON}": torch.frombuffer(text, dtype=torch.uint8)}
-            continue
-        unseen_values[name] = value
+        if isinstance(value, torch.Tensor):
+            unseen_values[name] = value
+        elif value is not None:
+            unseen_values |= _as_json(value, name)
     return unseen_values
 
 
@@ -526,10 +495,3 @@ def _unseen_values(stems: AbstractSet[str], tensors: Mapping[str, Any]) -> dict[
         elif (text := tensors.get(f"{name}:{JSON}")) is not None:
             loaded[name.removeprefix(MODEL)] = decode(json.loads(bytes(text.tolist())), tensors)
     return loaded
-
-
-def _call_load_hooks(model: nn.Module) -> None:
-    """Call what torch calls at the end of a load: modules make anew what they derive of weights."""
-    for module in model.modules():
-        for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - torch's own way
-            hook(module, _IncompatibleKeys([], []))

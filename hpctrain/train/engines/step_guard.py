@@ -1,7 +1,7 @@
 """A step under guard: what becomes of an update whose numbers are not finite, or jump.
 
 Loss and norm are the same numbers on every rank, so every rank decides alike without asking.
-tests/engines/test_nonfinite.py and test_spiking_steps.py hold the promises.
+tests/engines/test_nonfinite.py and test_guarded_runs.py hold the promises.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from hpctrain.core.base.env import HPCTRAIN_NODE
 from hpctrain.core.device import is_accelerator, random_state, set_random_state
 from hpctrain.core.world import gather
+from hpctrain.ledger.run.event_types import StepNotFinite
 from hpctrain.train.engines.norm import local
 from hpctrain.train.engines.state import modules, parameters
-from hpctrain.train.guards.rules import BadStep, Ruling, StepRules
+from hpctrain.train.guards.rules import StepRules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -86,12 +86,7 @@ class BadNumbers:
                 self._handles += [before, module.register_forward_hook(self._look(stem + own))]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -119,7 +114,9 @@ class BadNumbers:
 
     def _note(self, name: str) -> Any:
         def hook(gradient: torch.Tensor) -> None:
-            if self._may_name and not is_finite(gradient):
+            # A parameter is wanted: nothing was found yet, or a loss alone.
+            may_name = self.found is None or not self.found.parameter
+            if may_name and not is_finite(gradient):
                 before = self.found.microbatch if self.found is not None else self.passes - 1
                 place = GRADIENT if self.found is None else self.found.place
                 self.found = Found(place, before, name)
@@ -135,11 +132,6 @@ class BadNumbers:
 
         return hook
 
-    @property
-    def _may_name(self) -> bool:
-        """Whether a parameter is wanted: nothing was found yet, or a loss alone."""
-        return self.found is None or not self.found.parameter
-
 
 MOST_SAMPLES = 64
 """Of a microbatch that are named."""
@@ -154,8 +146,8 @@ class GuardListener(Protocol):
     def samples_of(self, microbatch: int) -> Sequence[int]:
         """The samples of one of this rank's microbatches of the step in hand."""
 
-    def not_finite(self, bad: BadStep) -> None:
-        """A step was not finite; raises where its ruling is to stop."""
+    def not_finite(self, bad: StepNotFinite, *, must_stop: bool) -> None:
+        """A step was not finite; raises if nothing more is to be trained."""
 
     def spiked(self, step: int, spike: Spike, *, is_left_out: bool) -> None:
         """A step's numbers have jumped."""
@@ -210,7 +202,7 @@ class StepGuard(StepRules):
             else:
                 self._was_bad = False
                 if self._rule is not None:
-                    self._rule.passed()
+                    self._rule.overflows = 0
             if engine.decides_alone and self._is_finite(norm):
                 self.accepts(norm)  # it has not asked
             if self._spike is not None:
@@ -238,7 +230,10 @@ class StepGuard(StepRules):
         """Find out whose it is, try once more, tell, and stop where that is the ruling."""
         assert self._rule is not None, "nobody asked"  # noqa: S101 - our own bug
         engine, first_loss, first_norm = self._engine, self._loss, norm
-        seen, transient = self._found_at_first(), None
+        # What the first try has left: this rank's own losses, and gradients of all ranks.
+        bad = (n for n, loss in enumerate(self._losses) if not math.isfinite(float(loss)))
+        number, transient = next(bad, None), None
+        seen = Found(UNKNOWN if number is None else LOSS, number, self._suspect)
         if self._kept is not None and engine.left_out and self._calls:
             norm, again = self._once_more()
             transient = self._is_finite(norm)
@@ -250,29 +245,20 @@ class StepGuard(StepRules):
             return norm  # told once: every step after it is the same
         self._was_bad = True
         named = self._blame(seen)
-        ruling = Ruling.GO_ON
+        must_stop = False
         if self._leaves_out:
-            ruling = self._rule.met(self._count, transient=bool(transient))
-            if named["in_weights"]:
-                ruling = Ruling.STOP  # no step could be finite any more
-        bad = BadStep(
+            must_stop = self._rule.met(self._count, transient=bool(transient))
+            must_stop |= named["in_weights"]  # no step could be finite any more
+        fact = StepNotFinite(
             step=engine.begun + 1,
             loss=first_loss,
-            norm=first_norm,
+            grad_norm=first_norm,
             transient=transient,
-            is_left_out=engine.left_out,
-            ruling=ruling,
+            left_out=engine.left_out,
             **named,
         )
-        self._listener.not_finite(bad)
+        self._listener.not_finite(fact, must_stop=must_stop)
         return norm
-
-    def _found_at_first(self) -> Found:
-        """What the first try has left: this rank's own losses, and gradients of all ranks."""
-        for number, loss in enumerate(self._losses):
-            if not math.isfinite(float(loss)):
-                return Found(LOSS, number, self._suspect)
-        return Found(UNKNOWN, None, self._suspect)
 
     def _once_more(self) -> tuple[float, Found]:
         """Compute the step again from the same state; its norm, and what this rank has found."""
@@ -282,7 +268,7 @@ class StepGuard(StepRules):
         self._loss, self._spike = 0.0, None
         with BadNumbers(engine.model) as numbers:
             for microbatches, loss in self._calls:
-                self._loss += engine.accumulate(microbatches, _inspecting(loss, numbers))
+                self._loss += engine.accumulate(microbatches, _telling(loss, numbers.came_to))
         norm = engine.update()
         seen = numbers.found or Found(UNKNOWN, None, self._suspect)
         if seen.place == GRADIENT and engine.mesh.pp > 1:
@@ -325,14 +311,11 @@ class StepGuard(StepRules):
         if self._rule is None:
             return loss
 
-        @functools.wraps(loss)
-        def noting(output: torch.Tensor, targets: Any) -> torch.Tensor:
-            value = loss(output, targets)
+        def note(value: torch.Tensor) -> None:
             if torch.is_grad_enabled():  # else it is only tried
-                self._losses.append(value.detach())
-            return value
+                self._losses.append(value)
 
-        return noting
+        return _telling(loss, note)
 
     def _clear(self) -> None:
         self._calls, self._losses = [], []
@@ -402,11 +385,13 @@ class KeptState:
                     table[name] = copy.buffer
 
 
-def _inspecting(loss: Loss, numbers: BadNumbers) -> Loss:
+def _telling(loss: Loss, note: Callable[[torch.Tensor], None]) -> Loss:
+    """The loss, of which each value is noted."""
+
     @functools.wraps(loss)
-    def inspecting(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    def telling(output: torch.Tensor, targets: Any) -> torch.Tensor:
         value = loss(output, targets)
-        numbers.came_to(value.detach())
+        note(value.detach())
         return value
 
-    return inspecting
+    return telling

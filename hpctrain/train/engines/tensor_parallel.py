@@ -31,13 +31,15 @@ from hpctrain.train.engines.layouts import ASK, HEAD_COUNTS, owners, recognise
 from hpctrain.train.engines.stages import PassThrough
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
     from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.train.engines.layouts import BlockNames
+
+    Move = Callable[[Tensor, DeviceMesh], Tensor]
 
 
 SEQUENCE = 1
@@ -80,40 +82,56 @@ class Placed(ParallelStyle):
         return module
 
 
-class Replicated(Placed):
-    """A module that works on the same numbers on every rank: `Placed`, with copies of all."""
+class Moved(ParallelStyle):
+    """A module whose activations are moved between ranks, before it or behind it."""
 
-    def __init__(self) -> None:
-        super().__init__(Replicate(), Replicate())
+    def __init__(self, before: Move | None, after: Move | None = None) -> None:
+        """Set what happens to the first tensor of floats that goes in, and to all that come out.
 
-
-class _Moved(ParallelStyle):
-    """A module whose first tensor of floats, the activation whatever it is called, is moved."""
+        The first one is the activation, whatever it is called. Both are collective over the mesh.
+        """
+        super().__init__()
+        self._before, self._after = before, after
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before, after = self._before, self._after
+
         def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             for key, value in given.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    given[key] = self.moved(value, device_mesh)
+                    given[key] = before(value, device_mesh) if before is not None else value
                     break
             return tuple(given.pop(number) for number in range(len(args))), given
 
-        module.register_forward_pre_hook(move, with_kwargs=True)
+        if before is not None:
+            module.register_forward_pre_hook(move, with_kwargs=True)
+        if after is not None:
+            module.register_forward_hook(
+                lambda _, __, out: map_tensors(
+                    torch.Tensor, lambda part: after(part, device_mesh), out
+                )
+            )
         return module
 
-    def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """What the module gets instead. Collective over the mesh."""
-        raise NotImplementedError
+
+def _gathered(part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """All of a sequence, of which each rank has a part."""
+    lifted = _dtensor(part, mesh, [Shard(SEQUENCE)])
+    return lifted.redistribute(placements=[Replicate()])
 
 
-class Gathered(_Moved):
-    """A module that gets a part of the sequence on each rank and works on all of it."""
+def _joined(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The same as a plain tensor."""
+    return _gathered(part, mesh).to_local()
 
-    def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """See `_Moved`."""
-        part = _dtensor(activation, mesh, [Shard(SEQUENCE)])
-        return part.redistribute(placements=[Replicate()])
+
+def _parted(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a sequence that all have."""
+    _check_parts(whole, mesh)
+    return (
+        _dtensor(whole, mesh, [Replicate()]).redistribute(placements=[Shard(SEQUENCE)]).to_local()
+    )
 
 
 class CutEmbedding(RowwiseParallel):
@@ -122,33 +140,6 @@ class CutEmbedding(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: _check_parts(args[0], device_mesh))
         return super()._apply(module, device_mesh)
-
-
-class Parted(_Moved):
-    """A block among those that have a part of the sequence on each rank, where others have all."""
-
-    def __init__(self, *, cuts: bool, joins: bool) -> None:
-        """Set which end of these blocks it is; it may be both.
-
-        If it `cuts`, it gets all of the sequence; if it `joins`, all of the sequence comes out.
-        """
-        super().__init__()
-        self._cuts, self._joins = cuts, joins
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def join(part: torch.Tensor) -> torch.Tensor:
-            lifted = _dtensor(part, device_mesh, [Shard(SEQUENCE)])
-            return lifted.redistribute(placements=[Replicate()]).to_local()
-
-        if self._joins:
-            module.register_forward_hook(lambda _, __, out: map_tensors(torch.Tensor, join, out))
-        return super()._apply(module, device_mesh) if self._cuts else module
-
-    def moved(self, activation: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """See `_Moved`."""
-        _check_parts(activation, mesh)
-        whole = _dtensor(activation, mesh, [Replicate()])
-        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
 
 
 def _check_parts(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -188,8 +179,8 @@ def _default_plan(
     if late:
         first, last = layout.blocks[0].name, layout.blocks[-1].name
         goes_on = layout.norm is None and layout.head is None  # on a pipeline's next stage
-        plan[last] = Parted(cuts=first == last, joins=goes_on)
-        plan[first] = Parted(cuts=True, joins=goes_on and first == last)
+        plan[last] = Moved(None, _joined if goes_on else None)
+        plan[first] = Moved(_parted, _joined if goes_on and first == last else None)
     for block in layout.blocks:
         plan |= _block_plan(model, block, sequence_parallel=sequence_parallel)
     if layout.norm is not None:
@@ -209,7 +200,7 @@ def _block_plan(
     between = Shard(SEQUENCE) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {name: Placed(between, Replicate()) for name in block.norms}
     if sequence_parallel:
-        plan |= {block.attention: Gathered(), block.mlp: Gathered()}
+        plan |= {block.attention: Moved(_gathered), block.mlp: Moved(_gathered)}
     for name in (block.query, block.key, block.value, block.gate, block.up):
         plan[name] = ColwiseParallel()
     for name in (block.mix, block.down):
@@ -258,7 +249,8 @@ def tensor_parallelize(
     parallelize_module(model, mesh, styles)
     for first, *others in shared:
         for name in others:
-            _assign(model, name, model.get_parameter(first))
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(own, model.get_parameter(first))
     _refuse_plain(model)
     # FSDP2 warns of logits that are a view of a DTensor's part. Its hazard, a change in place that
     # drops a hook, is an error here: autograd forbids it for such a view.
@@ -317,17 +309,12 @@ def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], name: str) -> Pl
     return Shard(1) if own == "weight" else Replicate()
 
 
-def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, own = name.rpartition(".")
-    model.get_submodule(owner).register_parameter(own, parameter)
-
-
 def _refuse_rest(
     model: nn.Module, styles: Mapping[str, ParallelStyle], *, sequence_parallel: bool
 ) -> None:
     """With sequence parallelism every parameter must have a place: no activation is equal then."""
-    for name, module in owners(model):
-        if sequence_parallel and name not in styles:
+    for name, module in owners(model) if sequence_parallel else ():
+        if name not in styles:
             raise UsageError(
                 f"engine.sequence_parallel: {name or 'the model itself'} "
                 f"({type(module).__name__}) has parameters and is no part of a common decoder; "
@@ -352,7 +339,7 @@ def rest(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, Par
                 f"{type(module).__name__} with modules inside and cannot be placed; put it into a "
                 f"module of its own, or {ASK}"
             )
-        styles_of_rest[name] = Replicated()
+        styles_of_rest[name] = Placed(Replicate(), Replicate())  # the same numbers on every rank
     return styles_of_rest
 
 

@@ -11,8 +11,9 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from hpctrain.ledger.run.event_types import StepNotFinite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,53 +32,11 @@ MOST_OVERFLOWS = 8
 SMALLEST_SCALE = 1.0
 
 
-class Ruling(StrEnum):
-    """What is done about a step that was not finite."""
-
-    GO_ON = "go_on"
-    """The update was left out, or is applied after all: training continues."""
-    STOP = "stop"
-    """Training ends here, with the evidence: no other start would go better."""
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step whose loss or norm is not finite, as all ranks know it.
-
-    Attributes:
-        step: Its number: updates that would have been applied after it.
-        loss: Of all ranks, as it was at first; None if the engine does not know it.
-        norm: Of the gradient, as it was at first.
-        rank: Who had it by itself, before anything travelled; None where nobody knows.
-        ranks: All ranks that had it.
-        node: Of that rank; "" where nobody knows.
-        is_left_out: The update was left out.
-        ruling: What follows.
-        parameter: The first one; "" where nobody knows.
-        samples: Of that rank's microbatch; empty where nobody knows.
-        in_weights: The weights themselves are not finite.
-        transient: Computed again, the numbers were finite; None where that was not possible.
-    """
-
-    step: int
-    loss: float | None
-    norm: float
-    rank: int | None
-    ranks: tuple[int, ...]
-    node: str
-    is_left_out: bool
-    ruling: Ruling
-    parameter: str = ""
-    samples: tuple[int, ...] = ()
-    in_weights: bool = False
-    transient: bool | None = None
-
-
 class NonfiniteRule:
     """Counts such steps; can be tracked, so that a resume counts on.
 
     Attributes:
-        overflows: Steps in a row that fp16's scale has left out.
+        overflows: Steps in a row that fp16's scale has left out; 0 is set after a finite one.
     """
 
     def __init__(self, *, stops_at_once: bool = False) -> None:
@@ -96,27 +55,19 @@ class NonfiniteRule:
         self.overflows += 1
         return self.overflows >= MOST_OVERFLOWS or scale <= SMALLEST_SCALE
 
-    def passed(self) -> None:
-        """A step whose numbers are finite."""
-        self.overflows = 0
+    def met(self, step: int, *, transient: bool) -> bool:
+        """A step whose numbers are not finite; `transient` if they were when computed again.
 
-    def met(self, step: int, *, transient: bool) -> Ruling:
-        """A step whose numbers are not finite; `transient` if they were when computed again."""
+        Returns whether training ends here, with the evidence: no other start would go better.
+        """
         self._steps = [earlier for earlier in self._steps if step - WINDOW_STEPS < earlier < step]
         self._steps.append(step)
         if not transient:
             self._in_a_row = self._in_a_row + 1 if self._last == step - 1 else 1
             self._last = step
         if len(self._steps) > MOST_IN_WINDOW:
-            return Ruling.STOP
-        if not transient and (self._stops_at_once or self._in_a_row >= MOST_IN_A_ROW):
-            return Ruling.STOP
-        return Ruling.GO_ON
-
-    @property
-    def recent(self) -> int:
-        """Such steps among the last `WINDOW_STEPS` before the newest of them, it included."""
-        return len(self._steps)
+            return True
+        return not transient and (self._stops_at_once or self._in_a_row >= MOST_IN_A_ROW)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later judgement depends on."""
@@ -165,11 +116,11 @@ class Spike:
 
 
 class Recent:
-    """The last accepted values of one kind, in their order and sorted."""
+    """The last accepted values of one kind, in their order (`values`) and sorted."""
 
     def __init__(self, floor: float) -> None:
         self._floor = floor
-        self._values: deque[float] = deque()
+        self.values: deque[float] = deque()
         self._sorted: list[float] = []
 
     def deviations(self, value: float) -> tuple[float, float]:
@@ -182,18 +133,14 @@ class Recent:
 
     def accept(self, value: float) -> None:
         """Remember a value; the oldest one beyond `WINDOW` is forgotten."""
-        self._values.append(value)
+        self.values.append(value)
         insort(self._sorted, value)
-        if len(self._values) > WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
-
-    def as_list(self) -> list[float]:
-        """In the order in which they came."""
-        return list(self._values)
+        if len(self.values) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self.values.popleft())]
 
     def set(self, values: list[float]) -> None:
         """Remember these alone."""
-        self._values = deque(values)
+        self.values = deque(values)
         self._sorted = sorted(values)
 
 
@@ -234,8 +181,8 @@ class SpikeRule:
     def state_dict(self) -> dict[str, Any]:
         """All that a later judgement depends on, to the bit."""
         return {
-            "losses": self._losses.as_list(),
-            "log_norms": self._norms.as_list(),
+            "losses": list(self._losses.values),
+            "log_norms": list(self._norms.values),
             "in_a_row": self._in_a_row,
         }
 
@@ -287,55 +234,61 @@ class StepRules:
 # ---- a loop with a backward pass of its own
 
 
-@dataclass(frozen=True)
-class RankNumbers:
-    """What a rank has come to: its own loss and gradient norm, or those of all."""
-
-    loss: float
-    norm: float
-    node: str
-
-
 class OwnSteps(StepRules):
-    """Judges such a loop's steps."""
+    """Judges such a loop's steps.
 
-    def judge(self, step: int, rows: Sequence[RankNumbers]) -> tuple[bool, BadStep | Spike | None]:
-        """Whether to apply the update, and what there is to tell; `rows` are in rank order."""
+    Attributes:
+        must_stop: Nothing more is to be trained after the step that was judged last.
+    """
+
+    must_stop = False
+
+    def judge(
+        self, step: int, rows: Sequence[tuple[float, float, str]]
+    ) -> tuple[bool, StepNotFinite | Spike | None]:
+        """Whether to apply the update, and what there is to tell.
+
+        `rows` are in rank order: a rank's own loss and gradient norm, or those of all; its node.
+        """
         self._count += 1
-        losses, norms = [row.loss for row in rows], [row.norm for row in rows]
+        losses, norms, nodes = zip(*rows, strict=True)
         if not all(map(math.isfinite, losses + norms)):
-            return self._not_finite(step, rows, self._rule) if self._rule else (True, None)
+            if self._rule is None:
+                return True, None
+            return self._not_finite(step, losses, norms, nodes, self._rule)
         self._was_bad = False
         spike = None if self._spikes is None else self._spikes.judge(max(losses), max(norms))
         return spike is None or not self._skips_spikes, spike
 
     def _not_finite(
-        self, step: int, rows: Sequence[RankNumbers], rule: NonfiniteRule
-    ) -> tuple[bool, BadStep | None]:
+        self,
+        step: int,
+        losses: Sequence[float],
+        norms: Sequence[float],
+        nodes: Sequence[str],
+        rule: NonfiniteRule,
+    ) -> tuple[bool, StepNotFinite | None]:
         if self._was_bad and not self._leaves_out:
             return True, None  # said once: every step after it is the same
         self._was_bad = True
-        guilty = _not_all(rows, "loss") or _not_all(rows, "norm")
-        ruling = Ruling.GO_ON
-        if self._leaves_out:
-            ruling = rule.met(self._count, transient=False)
-        bad = BadStep(
+        guilty = _not_all(losses) or _not_all(norms)
+        self.must_stop = self._leaves_out and rule.met(self._count, transient=False)
+        bad = StepNotFinite(
             step=step,
-            loss=_worst([row.loss for row in rows]),
-            norm=_worst([row.norm for row in rows]),
+            loss=_worst(losses),
+            grad_norm=_worst(norms),
             rank=guilty[0] if guilty else None,
             ranks=guilty,
-            node=rows[guilty[0]].node if guilty else "",
-            is_left_out=self._leaves_out,
-            ruling=ruling,
+            node=nodes[guilty[0]] if guilty else "",
+            left_out=self._leaves_out,
         )
         return not self._leaves_out, bad
 
 
-def _not_all(rows: Sequence[RankNumbers], name: str) -> tuple[int, ...]:
+def _not_all(values: Sequence[float]) -> tuple[int, ...]:
     """Ranks whose number is not finite; none where that is so of all, since it has travelled."""
-    guilty = tuple(r for r, row in enumerate(rows) if not math.isfinite(getattr(row, name)))
-    return guilty if len(guilty) < len(rows) or len(rows) == 1 else ()
+    guilty = tuple(rank for rank, value in enumerate(values) if not math.isfinite(value))
+    return guilty if len(guilty) < len(values) or len(values) == 1 else ()
 
 
 def _worst(values: Sequence[float]) -> float:

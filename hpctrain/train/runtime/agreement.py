@@ -5,8 +5,8 @@ tests/engines/test_agreement.py and tests/unit/runtime/test_leased_agreement.py 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hpctrain.core.world import World
     from hpctrain.node.control.client import RankLease
     from hpctrain.node.control.lease import Decision
+
+    Agreement: TypeAlias = "GlooAgreement | LeasedAgreement"
 
 LATENCY_S = 0.25
 """How late a request to stop may be noticed because of batching; small against any KillWait."""
@@ -68,29 +70,8 @@ NOTHING = StopRequest()
 """Told from others by identity: it is the one of nearly every step."""
 
 
-class Agreement(Protocol):
-    """How requests of one rank become what all ranks do."""
-
-    @property
-    def steps_ahead(self) -> int:
-        """A wish that is first said in the next tick holds at most so many ticks after it."""
-
-    def tick(self, request: StopRequest) -> StopRequest:
-        """Contribute this rank's request, and learn what all ranks agreed on by now.
-
-        Every rank calls it equally often.
-        """
-
-    @property
-    def stop_ahead(self) -> int:
-        """The code of a stop that is agreed on for a later tick; 0 where none is known here."""
-
-    def wish(self, stop: int) -> None:
-        """Say at once what `tick` would say at the next step. From any thread; not collective."""
-
-
 def agreement_of(world: World) -> Agreement:
-    """By what these ranks agree."""
+    """By what these ranks agree: how requests of one rank become what all ranks do."""
     control = world.control
     if isinstance(control, TreeExchange):
         control.client.lease.collectives_called = collectives_called
@@ -106,7 +87,9 @@ class GlooAgreement:
     """
 
     steps_ahead = 0
+    """A wish that is first said in the next tick holds at most so many ticks after it."""
     stop_ahead = 0
+    """The code of a stop that is agreed on for a later tick; 0 where none is known here."""
 
     def __init__(self, world: World) -> None:
         control = world.control
@@ -119,8 +102,10 @@ class GlooAgreement:
         self._tick_s = 1.0
 
     def tick(self, request: StopRequest) -> StopRequest:
-        """See `Agreement`; collective."""
-        self._measure()
+        """Contribute this rank's request, and learn what all ranks agreed on by now. Collective."""
+        now = clock.monotonic()
+        self._tick_s += 0.3 * (now - self._last_tick - self._tick_s)
+        self._last_tick = now
         if self._group is None:
             return request
         self._ticks_left -= 1
@@ -130,12 +115,12 @@ class GlooAgreement:
         # What is agreed is done now; asked for once more, it would be done twice.
         self._launch(_without(request, agreed))
         if self._gap == 1:
-            agreed = _both(agreed, self._land())
+            agreed = StopRequest(*map(max, astuple(agreed), astuple(self._land())))
         self._ticks_left = self._gap
         return agreed
 
     def wish(self, stop: int) -> None:
-        """The next tick says it."""
+        """Say at once what `tick` would say at the next step; here the next tick says it."""
 
     def _launch(self, request: StopRequest) -> None:
         gap = self._wanted_gap() if self._is_first else 0
@@ -159,11 +144,6 @@ class GlooAgreement:
             return 1
         return max(2, min(1000, int(LATENCY_S / max(self._tick_s, 1e-6))))
 
-    def _measure(self) -> None:
-        now = clock.monotonic()
-        self._tick_s += 0.3 * (now - self._last_tick - self._tick_s)
-        self._last_tick = now
-
 
 class LeasedAgreement:
     """By the lease of this rank's node (`control.rank_lease`): in the loop nobody waits for others.
@@ -182,16 +162,15 @@ class LeasedAgreement:
 
     @property
     def steps_ahead(self) -> int:
-        """See `Agreement`."""
+        """See `GlooAgreement`; so below."""
         return self._lease.ticks_ahead
 
     @property
-    def stop_ahead(self) -> int:
-        """See `Agreement`."""
+    def stop_ahead(self) -> int:  # noqa: D102
         return self._lease.stop_ahead
 
     def tick(self, request: StopRequest) -> StopRequest:
-        """See `Agreement`.
+        """Every rank calls it equally often.
 
         Raises:
             ControlLost: nobody can say any more what all ranks do.
@@ -202,7 +181,7 @@ class LeasedAgreement:
         return self._agreed(decisions) if decisions else NOTHING
 
     def wish(self, stop: int) -> None:
-        """See `Agreement`."""
+        """From any thread; not collective."""
         if stop > WARNED:
             self._lease.wish(stop=stop)
 
@@ -240,15 +219,6 @@ class LeasedAgreement:
             values.get("profile", 0),
             memory="memory" in values,
         )
-
-
-def _both(first: StopRequest, other: StopRequest) -> StopRequest:
-    return StopRequest(
-        max(first.stop, other.stop),
-        first.save or other.save,
-        first.tell or other.tell,
-        max(first.profile, other.profile),
-    )
 
 
 def _without(request: StopRequest, done: StopRequest) -> StopRequest:

@@ -6,6 +6,7 @@ promises are held by tests/engines/test_evaluation.py and tests/unit/runtime/tes
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -159,22 +160,14 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
                 f"{name!r} cannot be the name of a metric: give one line of {LONGEST_NAME} "
                 "characters at most"
             )
-        number = _number(value)
-        if number is None:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            if not isinstance(value, bool | str | bytes):
+                numbers[name] = float(value)
+        if name not in numbers:
             raise UsageError(
                 f"{name} is {value!r}, which is no number; report one number for each metric"
             )
-        numbers[name] = number
     return numbers
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool | str | bytes):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
 
 
 def _world() -> World:

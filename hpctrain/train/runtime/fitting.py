@@ -218,32 +218,6 @@ MISSING: Any = object()
 """In place of a value that a group does not have."""
 
 
-@dataclass
-class SavedGroup:
-    """One group of a checkpoint.
-
-    Attributes:
-        row: As `ParamGroups.state_dict` has it.
-        is_taken: A group of this program resumes from it.
-    """
-
-    row: dict[str, Any]
-    is_taken: bool = False
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What it held at the save."""
-        values: dict[str, Any] = self.row["values"]
-        return values
-
-    def begun(self, key: str) -> Any:
-        """The value at the start of the program that has saved; MISSING where there was none."""
-        changed = self.row["begun"]
-        if key in changed:
-            return changed[key][0] if changed[key] else MISSING
-        return self.values.get(key, MISSING)
-
-
 class ParamGroups:
     """The groups of the tracked optimizer, as something that is tracked itself.
 
@@ -271,7 +245,10 @@ class ParamGroups:
         self.order: list[int | None] | None = None
         self._driven, self._allow = driven, allow
         self._begun: list[dict[str, Any]] = []
-        self._saved: list[SavedGroup] = []
+        self._saved: list[dict[str, Any]] = []
+        """The checkpoint's groups, as `state_dict` has them, each with its members."""
+        self._taken: set[int] = set()
+        """Numbers of those that a group of this program resumes from."""
         self._is_named = True
         self._far: list[list[str]] = []
         self._members: tuple[Any, list[list[str]]] = (None, [])
@@ -309,7 +286,7 @@ class ParamGroups:
         is_named = any(row["members"] for row in rows)
         if is_named:
             max(rows, key=lambda row: len(row["members"]))["members"] = None
-        waiting = [group.row for group in self._saved if not group.is_taken]
+        waiting = [row for number, row in enumerate(self._saved) if number not in self._taken]
         taken = {name for row in waiting for name in row["members"]}
         return {
             "class": class_name(self.optimizer),
@@ -366,13 +343,13 @@ class ParamGroups:
         all_names = {name for names in self._all_members() for name in names}
         rest = sorted(all_names - listed - set(state["outside"]))
         self._saved = [
-            SavedGroup({**row, "members": rest if row["members"] is None else row["members"]})
+            {**row, "members": rest if row["members"] is None else row["members"]}
             for row in state["groups"]
         ]
+        self._taken = set()
         self._is_named = bool(state["is_named"])
         self.order = [self._take(number) for number in range(len(self.optimizer.param_groups))]
-        for group in self._saved:
-            group.is_taken = group.is_taken or not group.row["members"]
+        self._taken |= {n for n, row in enumerate(self._saved) if not row["members"]}
 
     def _take(self, number: int) -> int | None:
         """Give a group what the checkpoint has of it; returns the number of the first match."""
@@ -381,16 +358,18 @@ class ParamGroups:
             return None
         group, begun = self.optimizer.param_groups[number], self._begun[number]
         saved = [self._saved[each] for each in matches]
-        for key in dict.fromkeys(key for earlier in saved for key in earlier.values):
-            values = [earlier.values.get(key, MISSING) for earlier in saved]
+        for key in dict.fromkeys(key for row in saved for key in row["values"]):
+            values = [row["values"].get(key, MISSING) for row in saved]
             if all(_same(value, values[0]) for value in values):
                 self._decide(group, begun, key, saved[0])
-            elif any(
-                not _same(earlier.begun(key), earlier.values.get(key, MISSING)) for earlier in saved
+            elif OPTIMIZER not in self._allow() and not all(
+                map(_same, values, (_begun(row, key) for row in saved))
             ):
-                self._refuse_merged(key, values)
-        for earlier in saved:
-            earlier.is_taken = True
+                raise CheckpointError(
+                    f"parameter groups that had {key} {' and '.join(map(shown, values))} in the "
+                    f"checkpoint are one group in the program. {way_out([OPTIMIZER])}"
+                )
+        self._taken.update(matches)
         return matches[0]
 
     def _matching(self, number: int) -> list[int]:
@@ -400,18 +379,16 @@ class ParamGroups:
             # An engine has put other tensors in place of the model's parameters.
             return [number] if len(members) == len(self._saved) else []
         if not members[number]:
-            both_empty = number < len(self._saved) and not self._saved[number].row["members"]
+            both_empty = number < len(self._saved) and not self._saved[number]["members"]
             return [number] if both_empty else []
         own = set(members[number])
-        return [
-            n for n, earlier in enumerate(self._saved) if own.intersection(earlier.row["members"])
-        ]
+        return [n for n, row in enumerate(self._saved) if own.intersection(row["members"])]
 
     def _decide(
-        self, group: dict[str, Any], begun: Mapping[str, Any], key: str, saved: SavedGroup
+        self, group: dict[str, Any], begun: Mapping[str, Any], key: str, saved: Mapping[str, Any]
     ) -> None:
         """Set one value of a group, or leave it; see the module's text."""
-        value, was, now = saved.values[key], saved.begun(key), begun.get(key, MISSING)
+        value, was, now = saved["values"][key], _begun(saved, key), begun.get(key, MISSING)
         if key in self._driven():
             if not _same(now, was):
                 self._note(key, was, now, "the checkpoint's counts, as a tracked scheduler sets it")
@@ -428,13 +405,6 @@ class ParamGroups:
         line = f"{key} was set to {shown(value)} before and is set to {shown(now)} now: {which}"
         if line not in self.notes:
             self.notes.append(line)
-
-    def _refuse_merged(self, key: str, values: Sequence[Any]) -> None:
-        if OPTIMIZER not in self._allow():
-            raise CheckpointError(
-                f"parameter groups that had {key} {' and '.join(map(shown, values))} in the "
-                f"checkpoint are one group in the program. {way_out([OPTIMIZER])}"
-            )
 
 
 def shown(value: Any) -> str:
@@ -460,6 +430,14 @@ def _row(group: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
         if not _same(value, begun.get(key, MISSING))
     }
     return {"values": values, "begun": changed}
+
+
+def _begun(row: Mapping[str, Any], key: str) -> Any:
+    """The value at the start of the program that has saved; MISSING where there was none."""
+    changed = row["begun"]
+    if key in changed:
+        return changed[key][0] if changed[key] else MISSING
+    return row["values"].get(key, MISSING)
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:

@@ -27,7 +27,7 @@ from hpctrain.core.world import gather
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.core.world import World
@@ -107,7 +107,9 @@ class Generators:
             CheckpointError: a tracked generator is of another kind than the saved one.
         """
         stem = _stem(self._world.rank if is_same_mesh else 0)
-        saved = {name: _value(name, state[stem + name]) for name in self._texts_in(state, stem)}
+        names = (NUMPY, *(TRACKED + name for name in self.tracked))
+        texts = {name: state[stem + name] for name in names if stem + name in state}
+        saved = {name: _value(name, text) for name, text in texts.items()}
         if is_same_mesh:
             self._apply_plain(stem, state)
         else:
@@ -125,10 +127,6 @@ class Generators:
         random.setstate((version, tuple(words), None if gauss != gauss else gauss))  # noqa: PLR0124 - NaN
         if stem + self._world.device.type in state:
             set_random_state(self._world.device, state[stem + self._world.device.type])
-
-    def _texts_in(self, state: Mapping[str, torch.Tensor], stem: str) -> Iterable[str]:
-        names = (NUMPY, *(TRACKED + name for name in self.tracked))
-        return [name for name in names if stem + name in state]
 
     def _live(self, name: str) -> Any:
         return None if name == NUMPY else self.tracked[name.removeprefix(TRACKED)]

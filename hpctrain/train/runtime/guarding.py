@@ -24,6 +24,7 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoint.store import find, verify
+from hpctrain.checkpoint.tensors.boxes import bytes_of
 from hpctrain.core.base.env import HPCTRAIN_NODE
 from hpctrain.core.base.text import fold_ranks
 from hpctrain.core.world import apart, gather, on_rank_0
@@ -36,16 +37,10 @@ from hpctrain.errors import (
     UsageError,
 )
 from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import event_types as facts
 from hpctrain.ledger.run import events as ledger
-from hpctrain.ledger.run.event_types import (
-    BatchSkipped,
-    ReplicasDiffer,
-    StepNotFinite,
-    StepSpiked,
-    TrainingRewound,
-)
 from hpctrain.train.engines.norm import local
-from hpctrain.train.guards.rules import BadStep, OwnSteps, RankNumbers, Ruling
+from hpctrain.train.guards.rules import OwnSteps
 from hpctrain.train.joining_ranks import COLLECTIVE_TIMEOUT_S
 from hpctrain.train.runtime.telemetry import Gathering
 
@@ -65,6 +60,10 @@ log = logging.getLogger("hpctrain.runtime")
 
 STATE = "hpctrain.guard"
 """Under which a checkpoint holds what the guards remember."""
+STEPS_BEFORE = 20
+"""So far before a bad step the checkpoint lies, and so many steps' samples are left out."""
+MOST, WITHIN = 3, 200
+"""After so many times among so many steps the data is not to blame, and nothing is gone back."""
 
 
 class Guarding:
@@ -81,7 +80,7 @@ class Guarding:
     ) -> None:
         """Prepare to guard a program; nothing is guarded so far.
 
-        `tell` writes a fact into the ledger, on rank 0. `log_skipped` counts the step in hand as
+        `record` writes a fact into the ledger, on rank 0. `log_skipped` counts the step in hand as
         skipped. `stop` lands what is being saved and leaves an outcome ("" for none), see
         `trackers.write_outcome`; an error is raised after it.
         """
@@ -90,13 +89,16 @@ class Guarding:
         self._record_fact = record
         self._log_skipped = log_skipped
         self._stop = stop
-        self._consumed: int | None = None
-        self._watch: ReplicaWatch | None = None
+        self._world: World | None = None
         self._place: SavePlace | None = None
+        self._watch: ReplicaWatch | None = None
         self._nodes: list[str] = []
         self._own: OwnSteps | None = None
         self._is_said: set[tuple[int, ...]] = set()
-        self._rewinds = Rewinds(program, record=record, stop=stop)
+        self._earlier: list[int] = []
+        """Steps at which the run has gone back."""
+        self._begins: deque[int | None] = deque(maxlen=STEPS_BEFORE)
+        """Samples that were consumed before each of the last steps."""
         self._goes_back = "rewind" in {settings.nonfinite, settings.spike}
         self._is_on = settings.nonfinite != "off" or settings.spike != "off"
 
@@ -124,18 +126,18 @@ class Guarding:
             self._program.tracked[STATE] = self._own
 
     def begin(self, world: World, place: SavePlace | None) -> None:
-        """Begin training: weights that are copies are compared from here on. Collective.
+        """Begin training: what earlier starts left out is left out here too. Collective.
 
-        `place` is None outside of a run.
+        Weights that are copies are compared from here on. `place` is None outside of a run.
 
         Raises:
             UsageError: samples are to be left out, and the program's data cannot do that.
         """
-        self._rewinds.begin(world, place, wanted=self._goes_back)
+        self._world, self._place = world, place
+        self._leave_out(world, place)
         groups = groups_of(self._program, world) if self._settings.replicas else []
         if not groups or self._program.model is None:
             return
-        self._place = place
         self._nodes = gather(world, os.environ.get(HPCTRAIN_NODE) or os.uname().nodename)
         self._watch = ReplicaWatch(
             list(self._program.model.parameters()),
@@ -162,8 +164,7 @@ class Guarding:
 
     def step_begins(self, consumed: int | None) -> None:
         """The program is about to read the step's samples; so many were consumed before."""
-        self._consumed = consumed
-        self._rewinds.step_begins(consumed)
+        self._begins.append(consumed)
 
     # ---- a loop with a backward pass of its own
 
@@ -176,7 +177,7 @@ class Guarding:
             )
         if not self._is_on:
             return True
-        if self._goes_back and not self._rewinds.has_begun:
+        if self._goes_back and self._world is None:
             raise UsageError(
                 "guard.spike or guard.nonfinite = rewind goes back to a checkpoint of run.steps(), "
                 "and this program has a loop of its own; set skip"
@@ -184,10 +185,9 @@ class Guarding:
         self.prepare()
         assert self._own is not None, "made just now"  # noqa: S101 - our own bug
         node = os.environ.get(HPCTRAIN_NODE) or os.uname().nodename
-        rows = [RankNumbers(*row) for row in gather(world, (loss, norm, node))]
-        is_applied, event = self._own.judge(step, rows)
-        if isinstance(event, BadStep):
-            self.not_finite(event)
+        is_applied, event = self._own.judge(step, gather(world, (loss, norm, node)))
+        if isinstance(event, facts.StepNotFinite):
+            self.not_finite(event, must_stop=self._own.must_stop)
         elif event is not None:
             self.spiked(step, event, is_left_out=not is_applied)
         return is_applied
@@ -200,35 +200,22 @@ class Guarding:
         pieces = getattr(taken, "pieces", ())
         return pieces[microbatch].indices if microbatch < len(pieces) else []
 
-    def not_finite(self, bad: BadStep) -> None:
+    def not_finite(self, bad: facts.StepNotFinite, *, must_stop: bool) -> None:
         """See `GuardListener`.
 
         Raises:
             GuardStopped: on every rank.
             RewindNeeded: the same; training resumes from before.
         """
-        self._record_fact(
-            StepNotFinite(
-                step=bad.step,
-                loss=bad.loss,
-                grad_norm=bad.norm,
-                rank=bad.rank,
-                ranks=bad.ranks,
-                node=bad.node,
-                parameter=bad.parameter,
-                samples=bad.samples,
-                in_weights=bad.in_weights,
-                transient=bad.transient,
-                left_out=bad.is_left_out,
-            )
-        )
-        if bad.is_left_out:
-            self._skipped(bad.step, "nonfinite")
+        self._record_fact(bad)
+        step = bad.step or 0
+        if bad.left_out:
+            self._skipped(step, "nonfinite")
         said = in_words(bad)
         log.warning("%s", said)
-        if bad.ruling is Ruling.STOP:
+        if must_stop:
             if self._settings.nonfinite == "rewind":
-                self._rewinds.go_back(bad.step, "nonfinite", f"guard.nonfinite: {said}")
+                self._go_back(step, "nonfinite", f"guard.nonfinite: {said}")
             self._stop("failed")
             raise GuardStopped(f"guard.nonfinite: {said}; nothing more is trained")
 
@@ -239,7 +226,7 @@ class Guarding:
             RewindNeeded: on every rank.
         """
         self._record_fact(
-            StepSpiked(
+            facts.StepSpiked(
                 step=step,
                 what=spike.what,
                 value=spike.value,
@@ -250,19 +237,22 @@ class Guarding:
         )
         if self._settings.spike == "rewind":
             said = f"{spike.what} {spike.value:.4g}, where {spike.usual:.4g} is usual"
-            self._rewinds.go_back(step, "spike", f"guard.spike: step {step} has {said}")
+            self._go_back(step, "spike", f"guard.spike: step {step} has {said}")
         if is_left_out:
             self._skipped(step, "spike")
 
-    def _differ(self, seen: Comparison) -> None:
-        """Copies of weights differ. On rank 0; its error ends the round for all."""
-        step, clean = seen.step, seen.clean
-        for each in seen.wrong:
+    def _differ(self, step: int, clean: int, wrong: list[Divergence], were_same: bool) -> None:
+        """Copies of weights differ. On rank 0; its error ends the round for all.
+
+        Weights were surely right at `clean`. All copies `were_same` before in this attempt: else it
+        may be the program's own doing, or that of devices that round otherwise.
+        """
+        for each in wrong:
             if each.suspects in self._is_said:
                 continue  # said once: they differ at every step after it
             self._is_said.add(each.suspects)
             nodes = tuple(dict.fromkeys(self._nodes[rank] for rank in each.suspects))
-            fact = ReplicasDiffer(
+            fact = facts.ReplicasDiffer(
                 step=step,
                 clean=clean,
                 ranks=each.suspects,
@@ -272,8 +262,8 @@ class Guarding:
             )
             self._record_fact(fact)
             log.warning("guard.replicas: %s", _whose(each, nodes))
-        act, last = self._settings.diverged, seen.wrong[-1]
-        if act == "tell" or not seen.were_same:
+        act, last = self._settings.diverged, wrong[-1]
+        if act == "tell" or not were_same:
             return
         said = _whose(last, [self._nodes[rank] for rank in last.suspects])
         self._stop("failed" if act == "stop" else "")
@@ -303,87 +293,23 @@ class Guarding:
             verify.set_newer_aside(place.run, clean, why, place.attempt, self._record_fact)
         except CheckpointError as error:
             raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
-        self._record_fact(TrainingRewound(step=seen, to=clean, why="replicas"))
+        self._record_fact(facts.TrainingRewound(step=seen, to=clean, why="replicas"))
         raise ReplicasDiverged(f"guard.replicas: {said}; goes back to before step {clean + 1}")
 
     def _skipped(self, step: int, why: str) -> None:
         last = self._program.consumed()
         self._log_skipped()
-        self._record_fact(BatchSkipped(step=step, first=self._consumed, last=last, why=why))
+        first = self._begins[-1] if self._begins else None
+        self._record_fact(facts.BatchSkipped(step=step, first=first, last=last, why=why))
 
+    # ---- going back
 
-def in_words(bad: BadStep) -> str:
-    """What happened, in one line."""
-    loss = "" if bad.loss is None or math.isfinite(bad.loss) else f"loss {bad.loss}, "
-    what = f"step {bad.step} is not finite ({loss}gradient norm {bad.norm})"
-    if bad.in_weights:
-        return f"{what}: the weights themselves are not, first {bad.parameter}"
-    whose = f"rank {bad.rank} on {bad.node} had it first" if bad.rank is not None else ""
-    where = f"at {bad.parameter}" if bad.parameter else ""
-    samples = f"samples {', '.join(map(str, bad.samples[:8]))}" if bad.samples else ""
-    dots = ", ..." if len(bad.samples) > 8 else ""  # noqa: PLR2004
-    named = ", ".join(filter(None, [whose, where, samples + dots])) or "nobody knows whose it is"
-    again = {
-        None: "",
-        True: "; computed again it is finite: a fault of the machine",
-        False: "; computed again it is the same",
-    }[bad.transient]
-    return f"{what}: {named}{again}{'; its update is left out' if bad.is_left_out else ''}"
-
-
-def _whose(divergence: Divergence, nodes: Sequence[str]) -> str:
-    where = ", ".join(dict.fromkeys(nodes))
-    who = f"{fold_ranks(divergence.suspects)} on {where}"
-    if divergence.is_certain:
-        return f"the weights of {who} are not those of the others"
-    return f"the weights of {who} differ, and nobody knows whose are right"
-
-
-# ---- going back
-
-STEPS_BEFORE = 20
-"""So far before a bad step the checkpoint lies, and so many steps' samples are left out."""
-MOST, WITHIN = 3, 200
-"""After so many times among so many steps the data is not to blame, and nothing is gone back."""
-
-
-class Rewinds:
-    """One rank's side."""
-
-    def __init__(
-        self,
-        program: Program,
-        *,
-        record: Callable[[LedgerFact], None],
-        stop: Callable[[str], None],
-    ) -> None:
-        """Prepare; `tell` writes to the ledger on rank 0, and `stop` is as in `Guarding`."""
-        self._program = program
-        self._record_fact = record
-        self._stop = stop
-        self._world: World | None = None
-        self._place: SavePlace | None = None
-        self._earlier: list[int] = []
-        self._begins: deque[int | None] = deque(maxlen=STEPS_BEFORE)
-
-    @property
-    def has_begun(self) -> bool:
-        """Training has begun, in the loop of `Run.steps`."""
-        return self._world is not None
-
-    def begin(self, world: World, place: SavePlace | None, *, wanted: bool) -> None:
-        """Begin training: what earlier starts left out is left out here too. Collective.
-
-        `place` is None outside of a run. With `wanted`, the settings say that a guard may go back.
-
-        Raises:
-            UsageError: the program's data cannot leave anything out.
-        """
-        self._world, self._place = world, place
+    def _leave_out(self, world: World, place: SavePlace | None) -> None:
+        """Have the data leave out what guards have gone back from. Collective."""
         earlier = on_rank_0(world, lambda: [] if place is None else _reported_ranges(place))
         self._earlier = [step for step, _ in earlier]
         holes = [hole for _, hole in earlier]
-        if not holes and not (wanted and place is not None):
+        if not holes and not (self._goes_back and place is not None):
             return
         leave_out = getattr(self._program.data, "leave_out", None)
         if leave_out is None:
@@ -397,11 +323,7 @@ class Rewinds:
             )
         leave_out(holes)
 
-    def step_begins(self, consumed: int | None) -> None:
-        """The program is about to read a step's samples; so many were consumed before."""
-        self._begins.append(consumed)
-
-    def go_back(self, step: int, why: str, said: str) -> None:
+    def _go_back(self, step: int, why: str, said: str) -> None:
         """End the round, if there is something to go back to; return otherwise. Collective.
 
         The update of the bad `step` is not applied yet, or matters no more. `why` is as
@@ -422,7 +344,9 @@ class Rewinds:
 
         def act() -> None:
             verify.set_newer_aside(place.run, limit, said, place.attempt, self._record_fact)
-            self._record_fact(TrainingRewound(step=step, to=limit, first=first, last=last, why=why))
+            self._record_fact(
+                facts.TrainingRewound(step=step, to=limit, first=first, last=last, why=why)
+            )
 
         on_rank_0(world, act)
         raise RewindNeeded(f"{said}; training goes back to step {limit} or before")
@@ -441,6 +365,33 @@ class Rewinds:
         return f"there is no checkpoint of step {limit} or before"
 
 
+def in_words(bad: facts.StepNotFinite) -> str:
+    """What happened, in one line."""
+    loss = "" if bad.loss is None or math.isfinite(bad.loss) else f"loss {bad.loss}, "
+    what = f"step {bad.step} is not finite ({loss}gradient norm {bad.grad_norm})"
+    if bad.in_weights:
+        return f"{what}: the weights themselves are not, first {bad.parameter}"
+    whose = f"rank {bad.rank} on {bad.node} had it first" if bad.rank is not None else ""
+    where = f"at {bad.parameter}" if bad.parameter else ""
+    samples = f"samples {', '.join(map(str, bad.samples[:8]))}" if bad.samples else ""
+    dots = ", ..." if len(bad.samples) > 8 else ""  # noqa: PLR2004
+    named = ", ".join(filter(None, [whose, where, samples + dots])) or "nobody knows whose it is"
+    again = {
+        None: "",
+        True: "; computed again it is finite: a fault of the machine",
+        False: "; computed again it is the same",
+    }[bad.transient]
+    return f"{what}: {named}{again}{'; its update is left out' if bad.left_out else ''}"
+
+
+def _whose(divergence: Divergence, nodes: Sequence[str]) -> str:
+    where = ", ".join(dict.fromkeys(nodes))
+    who = f"{fold_ranks(divergence.suspects)} on {where}"
+    if divergence.is_certain:
+        return f"the weights of {who} are not those of the others"
+    return f"the weights of {who} differ, and nobody knows whose are right"
+
+
 def _reported_ranges(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:
     """The steps at which guards went back, and what is left out since."""
     events = ledger.read_marked(place.run, b'"rewound"', b'"attempt_started"')
@@ -454,23 +405,6 @@ EXACT_BITS = 53
 """Of a digest that a row of fp64 numbers carries whole."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Copies that differ.
-
-    Attributes:
-        clean: The last one whose weights were surely right.
-        wrong: Whose differ.
-        were_same: All of them were the same before in this attempt: else it may be the
-            program's own doing, or that of devices that round otherwise.
-    """
-
-    step: int
-    clean: int
-    wrong: list[Divergence]
-    were_same: bool
-
-
 class ReplicaWatch:
     """One rank's side."""
 
@@ -481,12 +415,12 @@ class ReplicaWatch:
         world: World,
         *,
         count: int,
-        differ: Callable[[Comparison], None],
+        differ: Callable[[int, int, list[Divergence], bool], None],
     ) -> None:
         """Prepare the comparison. Collective.
 
         Ranks in one of `groups` hold the same `weights`; `count` is the number of slices. On rank 0
-        `differ` is called with what differs.
+        `differ` is called with what differs, see `Guarding`.
         """
         self._groups = groups
         self._differ = differ
@@ -526,7 +460,7 @@ class ReplicaWatch:
         for weight in weights:
             part = local(weight).detach()
             if part.device.type == "cpu":
-                self._digest.update(bytes_of(part))
+                self._digest.update(bytes_of(part.contiguous()))
             else:  # read at the end of the turn: no step waits for the device
                 self._on_device.append(sum_of(part))
 
@@ -548,7 +482,7 @@ class ReplicaWatch:
         wrong = differing([row[0] for row in rows], self._groups)
         if wrong:
             clean = clean_step(self._said_at, self._window)
-            self._differ(Comparison(self._said_at, clean, wrong, self._were_same))
+            self._differ(self._said_at, clean, wrong, self._were_same)
         self._were_same |= not wrong
 
 
@@ -570,12 +504,6 @@ def groups_of(program: Program, world: World) -> list[list[int]]:
         place = engine.mesh.place(rank)
         by_part.setdefault((place["pp"], place["dp_shard"], place["tp"]), []).append(rank)
     return list(by_part.values())
-
-
-def bytes_of(part: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; not copied where it is contiguous."""
-    flat = part.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def sum_of(part: torch.Tensor) -> torch.Tensor:

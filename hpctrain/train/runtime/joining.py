@@ -29,7 +29,6 @@ from hpctrain.train.runtime.run import Run
 from hpctrain.train.runtime.stops import RankSignals
 
 if TYPE_CHECKING:
-    from hpctrain.core.settings.spec import Spec
     from hpctrain.core.world import World
 
 
@@ -53,7 +52,11 @@ def init(settings: Settings | None = None) -> Run:
     signals = RankSignals()
     signals.start(interrupt=HPCTRAIN_ATTEMPT not in os.environ)
     world = join_world()
-    spec = _spec_of(run_dir, world)
+    spec = None
+    if run_dir is not None:  # rank 0 reads it for all
+        path = run_dir.spec
+        text = on_rank_0(world, lambda: read_text(path) if path.exists() else None)
+        spec = None if text is None else parse_spec(text, path)
     attempt = join_attempt(run_dir, world)
     if settings is None:
         settings = spec.settings if spec is not None else Settings()
@@ -63,15 +66,6 @@ def init(settings: Settings | None = None) -> Run:
     run = Run(world, settings, place=place, signals=signals, spec=spec)
     run.resume_path = resume_path(place, world)
     return run
-
-
-def _spec_of(run_dir: RunDir | None, world: World) -> Spec | None:
-    """The run's spec, which rank 0 reads for all; None where there is none. Collective."""
-    if run_dir is None:
-        return None
-    path = run_dir.spec
-    text = on_rank_0(world, lambda: read_text(path) if path.exists() else None)
-    return None if text is None else parse_spec(text, path)
 
 
 def join_attempt(run: RunDir | None, world: World) -> Attempt | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.core.settings.schema import AliveSettings, Settings
+    from hpctrain.core.settings.schema import Settings
     from hpctrain.core.world import World
     from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.train.runtime.agreement import StopRequest
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from hpctrain.train.runtime.trackers import RankRecord
 
     Snapshot = Callable[[], tuple[State, Manifest]]
+
+log = logging.getLogger("hpctrain.runtime")
 
 
 class NothingKept:
@@ -105,7 +107,16 @@ class TrainingState(NothingKept):
         self._stops, self._record, self._run_id = stops, record, run_id
         self._extra, self._flush, self._saving = extra, flush, saving
         self._saves = Saves(place, world, job_clock, settings.evaluate, stops.near_stop_left_s)
-        self._copies = memory_copies(world, settings.alive, place.attempt.number, record.event)
+        folder, alive = os.environ.get(HPCTRAIN_CONTROL), settings.alive
+        self._copies: MemoryCopies | None = None  # or there; the same on every rank
+        if alive.memory != "no" and folder and isinstance(world.control, TreeExchange):
+            line = None
+            try:
+                line = ReplicaClient(Path(folder), world.rank, place.attempt.number)
+            except ReplicaServerLost as error:
+                log.warning("no copies in memory: %s", error)
+            steps = alive.memory_steps
+            self._copies = MemoryCopies(world, line, steps, job_clock, record.event)
 
     def restore(self) -> Restored:
         """Load the newest complete checkpoint, or the copies in memory where these are newer.
@@ -229,25 +240,8 @@ class TrainingState(NothingKept):
 
 # ---- copies in memory
 
-log = logging.getLogger("hpctrain.runtime")
-
 FEW = 2
 """Copies left out before that is logged: at a start some ranks have no memory yet."""
-
-
-def memory_copies(
-    world: World, settings: AliveSettings, attempt: int, record: Callable[[LedgerFact], None]
-) -> MemoryCopies | None:
-    """This rank's copies; None where there are none. The same on every rank."""
-    folder = os.environ.get(HPCTRAIN_CONTROL)
-    if settings.memory == "no" or not folder or not isinstance(world.control, TreeExchange):
-        return None
-    try:
-        line = ReplicaClient(Path(folder), world.rank, attempt)
-    except ReplicaServerLost as error:
-        log.warning("no copies in memory: %s", error)
-        line = None
-    return MemoryCopies(world, line, settings.memory_steps, record)
 
 
 class MemoryCopies:
@@ -258,18 +252,20 @@ class MemoryCopies:
         world: World,
         line: ReplicaClient | None,
         steps: int,
+        job_clock: JobClock,
         record: Callable[[LedgerFact], None],
     ) -> None:
         """Prepare; nothing is copied yet.
 
         `line` goes to this node's replica server, None if it is lost. `steps` is
-        `alive.memory_steps`. `tell` writes to the ledger, on rank 0.
+        `alive.memory_steps`. `job_clock` knows what a step takes. `record` writes to the ledger, on
+        rank 0.
         """
         self.held = NodesCopies(world, line)
         self._world, self._line = world, line
         self._copies = RankCopies(world, line) if line is not None else None
-        self._pace = Pace(steps)
-        self._setting = steps
+        self._pace, self._setting = Pace(steps), steps
+        self._clock = job_clock
         self._record_fact = record
         self._newest = 0
         self._wished = 0
@@ -284,7 +280,6 @@ class MemoryCopies:
         self._is_late = False
         """The next copy is due, and left out, since the one before is still on its way."""
         self._is_off_reported = False
-        self._clock = _StepClock()
 
     def begin(self, restored: Restored) -> None:
         """Training resumes from here: what else is held is of no use. Not collective."""
@@ -310,7 +305,6 @@ class MemoryCopies:
         line = self._line
         if line is None or self._copies is None or self._world.rank != 0:
             return False
-        self._clock.at(step)
         if line.is_off:
             self._record_off(line)
             return False
@@ -350,7 +344,6 @@ class MemoryCopies:
         self._newest = self._pending = step
         self._is_late = False
         self._stall_s = (clock.monotonic_ns() - self._began_ns) / 1e9
-        self._clock.leave_out(self._stall_s)
 
     def _is_settled(self, line: ReplicaClient) -> bool:
         """Whether all nodes have spoken of the last copy; learns from it once they have."""
@@ -397,22 +390,3 @@ class MemoryCopies:
             why = str(error)
         self._record_fact(MemoryCopiesSet(steps=0, why=why))
         log.warning("no copies in memory, checkpoints on disk alone: %s", why)
-
-
-class _StepClock:
-    """What a step takes, without what copies take."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self._step = -1
-        self._at = 0.0
-
-    def at(self, step: int) -> None:
-        now = clock.monotonic()
-        if self._step >= 0 and step > self._step:
-            each = (now - self._at) / (step - self._step)
-            self.step_s += 0.3 * (each - self.step_s) if self.step_s else each
-        self._step, self._at = step, now
-
-    def leave_out(self, seconds: float) -> None:
-        self._at += seconds

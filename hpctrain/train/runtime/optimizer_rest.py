@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hpctrain.errors import CheckpointError
+from hpctrain.train.engines.norm import local
 from hpctrain.train.engines.state import parameters
 
 if TYPE_CHECKING:
@@ -121,9 +122,17 @@ class NamedOptimizer:
         order: As `ParamGroups.order`; None where nothing was loaded by names.
     """
 
-    def __init__(self, optimizer: Optimizer, models: Mapping[str, nn.Module]) -> None:
-        """Take an optimizer, and the modules that may hold its parameters, by their names."""
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: Mapping[str, nn.Module],
+        outer: Optimizer | None = None,
+    ) -> None:
+        """Take an optimizer, and the modules that may hold its parameters, by their names.
+
+        `outer` is the optimizer that calls it, if any; both may have the same groups.
+        """
+        self.optimizer, self._outer = optimizer, outer
         self.order: list[int | None] | None = None
         self._models = models
 
@@ -135,6 +144,8 @@ class NamedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from there, whatever the order of groups and parameters was.
 
+        Groups that are the outer optimizer's stay so.
+
         Raises:
             CheckpointError: the optimizer has other parameters, or groups that are cut otherwise.
         """
@@ -142,8 +153,12 @@ class NamedOptimizer:
         now = self._names()
         if NAMES in state and now:
             own |= self._in_order(own, state[NAMES], now)
+        groups, outer = self.optimizer.param_groups, self._outer
+        is_shared = outer is not None and list(map(id, groups)) == list(map(id, outer.param_groups))
         self.optimizer.load_state_dict(own)
         self._keep_types(own["state"])
+        if is_shared:
+            self.optimizer.param_groups = groups
 
     def _keep_types(self, state: Mapping[Any, Any]) -> None:
         """Torch rounds what it loads to a parameter's type; the optimizer keeps its own."""
@@ -171,8 +186,11 @@ class NamedOptimizer:
         self, state: Mapping[str, Any], saved: list[list[str]], now: list[list[str]]
     ) -> dict[str, Any]:
         number = dict(_numbered(saved))
-        if number.keys() != dict(_numbered(now)).keys():
-            raise CheckpointError(_other_parameters(number, dict(_numbered(now))))
+        places = dict(_numbered(now))
+        if number.keys() != places.keys():
+            name = min(number.keys() ^ places.keys())
+            where = "checkpoint" if name in number else "program"
+            raise CheckpointError(f"{name} is updated by a tracked optimizer in the {where} alone")
         group_of = {name: place for place, group in enumerate(saved) for name in group}
         order = []
         for place, group in enumerate(now):
@@ -184,7 +202,6 @@ class NamedOptimizer:
                 )
             order.append(min(sources))
         self.order = [*order]
-        places = dict(_numbered(now))
         return {
             "state": {
                 places[name]: state["state"][old]
@@ -202,33 +219,6 @@ def _numbered(groups: Iterable[Iterable[str]]) -> Iterable[tuple[str, int]]:
     """Each name and its number, as torch counts parameters."""
     names = (name for group in groups for name in group)
     return ((name, number) for number, name in enumerate(names))
-
-
-def _other_parameters(saved: Mapping[str, int], now: Mapping[str, int]) -> str:
-    name = min(saved.keys() ^ now.keys())
-    where = "checkpoint" if name in saved else "program"
-    return f"{name} is updated by a tracked optimizer in the {where} alone"
-
-
-class InnerOptimizer(NamedOptimizer):
-    """An optimizer that another one calls; both may have the same groups."""
-
-    def __init__(
-        self, optimizer: Optimizer, models: Mapping[str, nn.Module], outer: Optimizer
-    ) -> None:
-        """Take an optimizer, the modules that hold its parameters, and who calls it."""
-        super().__init__(optimizer, models)
-        self._outer = outer
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `NamedOptimizer`; groups that are the outer optimizer's stay so."""
-        groups, outer = self.optimizer.param_groups, self._outer.param_groups
-        is_shared = len(groups) == len(outer) and all(
-            mine is theirs for mine, theirs in zip(groups, outer, strict=True)
-        )
-        super().load_state_dict(state)
-        if is_shared:
-            self.optimizer.param_groups = groups
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
@@ -313,7 +303,7 @@ class Gradients:
         if self._is_applied and not self._is_never_cleared:
             return {}
         return {
-            f"{_stem(self._rank)}{name}": _local(parameter.grad)
+            f"{_stem(self._rank)}{name}": local(parameter.grad).detach()
             for name, parameter in parameters(self._model)
             if parameter.grad is not None
         }
@@ -324,9 +314,9 @@ class Gradients:
         targets = {}
         for name, parameter in parameters(self._model) if is_same_mesh else ():
             entry = saved.get(_stem(self._rank) + name)
-            local = _local(parameter)
-            if entry is not None and entry.shape == tuple(local.shape):
-                targets[entry.name] = torch.empty_like(local)
+            own = local(parameter)
+            if entry is not None and entry.shape == tuple(own.shape):
+                targets[entry.name] = torch.empty_like(own)
         return targets
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -350,7 +340,3 @@ def are_lost(manifest: Manifest, *, is_same_mesh: bool) -> bool:
 
 def _stem(rank: int) -> str:
     return f"{GRADIENTS}rank-{rank:05d}."
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

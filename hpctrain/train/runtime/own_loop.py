@@ -1,8 +1,6 @@
-"""A program that counts its own steps and saves in its own way: a framework's trainer, a script.
+"""What a program needs that counts its own steps (`Run.at`) and saves in its own way.
 
-It says after each update how many are applied (`Run.at`): its steps are counted, timed and recorded
-as those of hpctrain's own loop; that is not collective. tests/engines/test_external_loop.py and
-test_sealed.py hold the promises.
+tests/engines/test_external_loop.py and test_sealed.py hold the promises.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import FILES_NAME
-from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_RESUME
 from hpctrain.core.device import is_accelerator, memory_stats
 from hpctrain.core.world import gather, gather_on_0, on_rank_0, one_line
@@ -25,7 +22,7 @@ from hpctrain.ledger.plan import interval
 from hpctrain.train.runtime.telemetry import memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -34,59 +31,6 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.core.world import World
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.train.runtime.telemetry import Telemetry
-
-
-class OwnLoop:
-    """Counts updates by the program's reports; `step` is None before the first."""
-
-    def __init__(
-        self,
-        telemetry: Telemetry,
-        *,
-        begin: Callable[[int], None],
-        done: Callable[..., object],
-        consumed: Callable[[], int | None],
-    ) -> None:
-        """Count nothing before the first `at`.
-
-        `begin` gets the updates applied at the first `at`, and again if the program goes back.
-        `done` gets the step that the program has come to, `steps` that were done since the last
-        call, and whether they were `timed`. `consumed` returns how many samples all ranks have
-        used.
-        """
-        self.step: int | None = None
-        self._reported_at = 0.0
-        self._telemetry = telemetry
-        self._begin = begin
-        self._done = done
-        self._consumed = consumed
-
-    def at(self, step: int, values: dict[str, float]) -> None:
-        """`step` updates are applied; see `Run.at`."""
-        before, self.step = self.step, step
-        self._reported_at = clock.monotonic()
-        begins = before is None or step < before
-        if before is None or step < before:
-            # Values are a step's: the update before them was done before it was reported.
-            before = max(0, step - 1) if values else step
-            self._telemetry.flush()
-            self._begin(before)
-            self._telemetry.step_began(self._consumed())
-        self._telemetry.log(values)
-        if step > before:
-            self._done(step, steps=step - before, timed=not begins)
-            self._telemetry.step_began(self._consumed())
-        elif not begins:
-            self._telemetry.log_late()
-
-    def since_s(self, step: int) -> float | None:
-        """Seconds since the program last told of this step; None where it is at another one.
-
-        What it has saved of the step since then took no longer. Asked again, it is counted anew.
-        """
-        before, self._reported_at = self._reported_at, clock.monotonic()
-        return self._reported_at - before if step == self.step else None
 
 
 def earlier_save_s(run: RunDir, world_size: int) -> float | None:
@@ -141,8 +85,11 @@ def seal(
         shares = gather_on_0(world, _read(plan, share_of(plan.files, world.rank, world.world_size)))
 
         def commit() -> None:
+            run, attempt, keep = place.run, place.attempt, place.settings.keep_sealed
             files = [_settled(plan, file, read) for share in shares for file, read in share]
-            _commit(place, plan, files, step=step, own_s=own_s)
+            files.sort(key=lambda file: file.name)
+            stored = seals.commit(run, attempt, plan, files, step=step, by="program")
+            seals.sealed_now(run, attempt, plan, stored, keep, own_s=own_s)
 
         on_rank_0(world, commit)
     finally:
@@ -171,15 +118,6 @@ def _read(plan: SealPlan, files: Sequence[UnitFile]) -> list[tuple[UnitFile, Sea
         except (CheckpointError, OSError) as error:
             read.append((file, one_line(error)))
     return read
-
-
-def _commit(
-    place: SavePlace, plan: SealPlan, files: list[SealedFile], *, step: int, own_s: float | None
-) -> None:
-    run, attempt, keep = place.run, place.attempt, place.settings.keep_sealed
-    files.sort(key=lambda file: file.name)
-    stored = seals.commit(run, attempt, plan, files, step=step, by="program")
-    seals.sealed_now(run, attempt, plan, stored, keep, own_s=own_s)
 
 
 def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFile:

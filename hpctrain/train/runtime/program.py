@@ -26,7 +26,7 @@ from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.core.world import gather
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.data.loader import DataPlace
-from hpctrain.train.data.stream_loader import Ranks, StreamLoader
+from hpctrain.train.data.stream_loader import StreamLoader
 from hpctrain.train.engines import state as names
 from hpctrain.train.engines.state import parameters
 from hpctrain.train.runtime.fitting import NAME as GROUPS
@@ -45,7 +45,6 @@ from hpctrain.train.runtime.generators import KINDS, Generators, seed_anew
 from hpctrain.train.runtime.optimizer_rest import (
     LOST,
     Gradients,
-    InnerOptimizer,
     NamedOptimizer,
     OptimizerRest,
     are_lost,
@@ -165,7 +164,8 @@ class Program:
             if (parameter.requires_grad or BASE not in self.tracked)
             and not isinstance(parameter, UninitializedParameter)
         ]
-        whole = sum(_whole_numel(p) * p.element_size() for p in saved)
+        # Of sharded parameters too; ZeRO-3 leaves an empty tensor in the place of each.
+        whole = sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
 
     def track(self, others: Mapping[str, Any]) -> None:
@@ -212,11 +212,6 @@ class Program:
             return DataPlace(self._world.rank, self._world.world_size)
         return DataPlace(self.engine.data_rank, self.engine.data_ranks, self.engine.passes)
 
-    def ranks(self) -> Ranks:
-        """How a loader speaks with those of the other ranks."""
-        speak = partial(gather, self._world)
-        return Ranks(self.data_place, numbers=speak, values=speak)
-
     def consumed(self) -> int | None:
         """Samples consumed by all ranks, where the data tells."""
         if isinstance(self.data, StreamLoader):  # its state is collective
@@ -260,7 +255,8 @@ class Program:
         """
         rank = self._world.rank
         first = {n: (rank, 1) for n, each in tracked.items() if each.nbytes <= MOST_OF_RANK_0_BYTES}
-        for name in names.persistent_buffers(self.model) if self.model is not None else ():
+        for place, _ in names.buffers(self.model) if self.model is not None else ():
+            name = names.MODEL + place.name
             if name in state.shared and not isinstance(state.shared[name], DTensor):
                 first[name] = (state.copies.get(name, (rank, 1))[0], 1)
         return first
@@ -269,33 +265,32 @@ class Program:
 
     def begin(self) -> None:
         """Note how the program has made its optimizer. Collective where ranks differ in it."""
-        if isinstance(self.optimizer, torch.optim.Optimizer) and self.model is not None:
+        optimizer, model = self.optimizer, self.model
+        if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
             self._groups = ParamGroups(
-                self.optimizer, self.model, driven=self._driven, allow=lambda: self.allow
+                optimizer, model, driven=self._driven, allow=lambda: self.allow
             )
             has_stages = self.mesh.get("pp", 1) > 1
             self._groups.begin(partial(gather, self._world) if has_stages else None)
             self.tracked[GROUPS] = self._groups
-            self._begin_rest(self.optimizer, self.model)
+            self._rest = self.tracked[REST] = OptimizerRest(optimizer)
+            inner = inner_optimizers(optimizer)
+            if inner and has_stages:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds another optimizer, whose state is not saved "
+                    "under pipeline parallelism; use another engine, or a plain optimizer"
+                )
+            for name, each in inner.items():
+                if not any(each is thing for thing in self.tracked.values()):
+                    named = NamedOptimizer(each, {"model": model}, optimizer)
+                    self.tracked[f"{REST}.{name}"] = named
+            if self.engine is None:
+                self._gradients = Gradients(optimizer, model, self._world.rank)
         models = {n: one for n, one in self.tracked.items() if isinstance(one, torch.nn.Module)}
         models |= {"model": self.model} if self.model is not None else {}
         for name, thing in self.tracked.items():
             if isinstance(thing, torch.optim.Optimizer):
                 self.tracked[name] = NamedOptimizer(thing, models)
-
-    def _begin_rest(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._rest = self.tracked[REST] = OptimizerRest(optimizer)
-        inner = inner_optimizers(optimizer)
-        if inner and self.mesh.get("pp", 1) > 1:
-            raise CheckpointError(
-                f"{type(optimizer).__name__} holds another optimizer, whose state is not saved "
-                "under pipeline parallelism; use another engine, or a plain optimizer"
-            )
-        for name, each in inner.items():
-            if not any(each is thing for thing in self.tracked.values()):
-                self.tracked[f"{REST}.{name}"] = InnerOptimizer(each, {"model": model}, optimizer)
-        if self.engine is None:
-            self._gradients = Gradients(optimizer, model, self._world.rank)
 
     def step_begins(self) -> None:
         """A step of the program begins."""
@@ -328,7 +323,10 @@ class Program:
     def _optimizer_fits(self, manifest: Manifest, saved: Mapping[str, TensorEntry]) -> bool:
         """Return whether to load the optimizer's state; refuse another's, unless allowed."""
         self._takes_groups = False
-        if not _has_optimizer(manifest) or self.model is None or self.optimizer is None:
+        if self.model is None or self.optimizer is None:
+            return False
+        # Where weights alone were imported, a new optimizer begins with them.
+        if manifest.engine == "import" and not any(name.startswith(names.OPTIM) for name in saved):
             return False
         theirs = manifest.extra.get(GROUPS, {}).get("class")
         why = other_optimizer(self.optimizer, self.model, saved, theirs)
@@ -410,21 +408,14 @@ class Program:
                 f"buffer {name} is {form} in the checkpoint and {now} in the model: the "
                 "checkpoint's is taken"
             )
-        self._notes += self._without_state(saved, common)
+        has_state = self._has_state and any(name.startswith(names.OPTIM) for name in saved)
+        if has_state and isinstance(self.optimizer, torch.optim.Optimizer):
+            lacking = names.without_state(self.model, self.optimizer, saved)
+            if bare := [name for name in lacking if names.MODEL + name not in common.fresh]:
+                self._notes.append(
+                    f"no optimizer state in the checkpoint for {counted(bare)}: they begin without"
+                )
         return common
-
-    def _without_state(self, saved: Mapping[str, TensorEntry], common: Fit) -> list[str]:
-        if not isinstance(self.optimizer, torch.optim.Optimizer) or self.model is None:
-            return []
-        if not self._has_state or not any(name.startswith(names.OPTIM) for name in saved):
-            return []
-        lacking = names.without_state(self.model, self.optimizer, saved)
-        begin_bare = [name for name in lacking if names.MODEL + name not in common.fresh]
-        if not begin_bare:
-            return []
-        return [
-            f"no optimizer state in the checkpoint for {counted(begin_bare)}: they begin without"
-        ]
 
     def _unlike(self, manifest: Manifest) -> list[str]:
         """Lines on objects that only the checkpoint has, or only this program tracks."""
@@ -515,10 +506,7 @@ def refuse_unsaveable_model(model: nn.Module) -> None:
     held: dict[str, torch.Tensor | None] = {
         names.MODEL + name: parameter for name, parameter in model.named_parameters()
     }
-    held |= {
-        name: module._buffers[key]  # noqa: SLF001 - as torch's state_dict does
-        for name, (module, key) in names.persistent_buffers(model).items()
-    }
+    held |= {names.MODEL + place.name: buffer for place, buffer in names.buffers(model)}
     for name, tensor in held.items():
         if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
             refuse_unsaveable(name, tensor)
@@ -590,15 +578,3 @@ def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:
         return []
     groups: list[dict[str, Any]] = thing.optimizer.param_groups
     return groups
-
-
-def _whole_numel(parameter: torch.Tensor) -> int:
-    """Of a sharded parameter too; ZeRO-3 leaves an empty tensor in its place."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _has_optimizer(manifest: Manifest) -> bool:
-    """Not where weights alone were imported: then a new optimizer begins with them."""
-    if manifest.engine != "import":
-        return True
-    return any(one.name.startswith(names.OPTIM) for one in manifest.tensors)

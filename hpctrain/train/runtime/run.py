@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.util import Finalize
 from numbers import Integral
 from pathlib import Path
@@ -23,28 +24,16 @@ from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_JOB_END
 from hpctrain.core.device import device_name, is_accelerator
 from hpctrain.core.testing import points
+from hpctrain.core.world import gather
 from hpctrain.errors import UsageError
-from hpctrain.ledger.run.event_types import (
-    CheckpointRestored,
-    MeshBuilt,
-    PhaseReached,
-    StopRequested,
-    TrainingDone,
-    TrainingStopped,
-)
+from hpctrain.ledger.run import event_types as facts
 from hpctrain.node.control import heartbeat
 from hpctrain.observe.profile.trace import folder_name
 from hpctrain.train.runtime import program as program_state
 from hpctrain.train.runtime.fitting import NEW, require_known
 from hpctrain.train.runtime.guarding import Guarding
 from hpctrain.train.runtime.kept_state import NothingKept, TrainingState
-from hpctrain.train.runtime.own_loop import (
-    OwnLoop,
-    earlier_save_s,
-    memory_in_use,
-    seal,
-    step_number,
-)
+from hpctrain.train.runtime.own_loop import earlier_save_s, memory_in_use, seal, step_number
 from hpctrain.train.runtime.profiler import Profiler
 from hpctrain.train.runtime.program import Program
 from hpctrain.train.runtime.stops import JobClock, Stops, start_requests
@@ -64,6 +53,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.core.world import World
+    from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.train.data.loader import Loader, LoaderOptions
     from hpctrain.train.data.stream_loader import StreamLoader
     from hpctrain.train.engines.engine import Engine
@@ -72,6 +62,8 @@ if TYPE_CHECKING:
     from hpctrain.train.runtime.stops import RankSignals
 
 log = logging.getLogger("hpctrain.runtime")
+
+ONE_LOOP = "run.at() is for a loop of the program's own: use it or run.steps()"
 
 
 class Stopped(SystemExit):
@@ -128,14 +120,16 @@ class Run:
         requests = start_requests(place, world, self._clock)
         self._stops = Stops(world, signals, requests, self._clock)
         self._telemetry = Telemetry(world)
-        self._profiler = self._make_profiler()
+        folder = place.run.profile / folder_name(place.attempt.number) if place else None
+        watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
+        self._profiler = Profiler(world, settings.profile, folder, self._record.event, watches)
         self._cause: StopCause | None = None
         self._kept = NothingKept()  # until the restore
-        self._own_loop: OwnLoop | None = None
-        self._has_loop = self._has_begun = self._reported_stop = False
+        self._reported_at = 0.0
+        self._has_loop = self._has_own_loop = self._has_begun = self._reported_stop = False
         self._has_stepped = self._has_failed = False
         heartbeat.here().enter(heartbeat.START)
-        self._record.event(PhaseReached(name="initialised", device=device_name(world.device)))
+        self._record.event(facts.PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
 
@@ -182,7 +176,7 @@ class Run:
         self._guards.guard(engine)
         ranks = self.world.ranks_per_node
         self._record.event(
-            MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
+            facts.MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
         )
         return engine
 
@@ -259,13 +253,13 @@ class Run:
         Raises:
             UsageError: the dataset has no length or no samples, or a number makes no sense.
         """
-        from hpctrain.train.data.loader import BatchRules, make_loader
+        from hpctrain.train.data.loader import BatchRules, Loader
 
         seed = self.settings.train.seed if seed is None else seed
         options.setdefault("pin_memory", is_accelerator(self.world.device))
         rules = BatchRules(global_batch, micro_batch, drop_last, seed if shuffle else None)
         place, watch = self._program.data_place, self.timed("data")
-        loader = make_loader(dataset, rules, options, place=place, watch=watch)
+        loader = Loader(dataset, rules, options, place=place, watch=watch)
         self._program.add_data(name, loader)
         return loader
 
@@ -293,12 +287,13 @@ class Run:
             replay: After a stop read again what was used and drop it; no state is needed.
             name: As of `loader`.
         """
-        from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
+        from hpctrain.train.data.stream_loader import StreamLoader, StreamRules
 
         options.setdefault("pin_memory", is_accelerator(self.world.device))
         rules = StreamRules(global_batch, micro_batch, drop_last, readers, replay)
-        ranks, watch = self._program.ranks(), self.timed("data")
-        loader = make_stream_loader(dataset, rules, options, ranks=ranks, watch=watch)
+        place, watch = self._program.data_place, self.timed("data")
+        speak = partial(gather, self.world)
+        loader = StreamLoader(dataset, rules, options, place=place, gather=speak, watch=watch)
         self._program.add_data(name, loader)
         return loader
 
@@ -308,7 +303,8 @@ class Run:
         Collective: every rank iterates. After a stop request all ranks save the same step and
         leave by `Stopped` (a SystemExit with code 0), which is raised out of the loop.
         """
-        self._refuse_two_loops(own=False)
+        if self._has_own_loop:
+            raise UsageError(ONE_LOOP)
         self._has_loop = True
         self._telemetry.total = int(total) if isinstance(total, Integral) else None  # infinity?
         self._guards.prepare()
@@ -317,7 +313,10 @@ class Run:
             self._guards.begin(self.world, self._place)
         consumed = self._program.consumed()
         while self.step < total:
-            self._obey(self._exchange())
+            agreed = self._exchange()
+            if (cause := agreed.cause or self._cause) is not None:
+                self._leave(cause)
+            self._kept.follow(agreed, self.step)
             self._telemetry.step_began(consumed)
             self._program.step_begins()
             self._guards.step_begins(consumed)
@@ -336,8 +335,10 @@ class Run:
                 raise
             consumed = self._step_done(self.step + 1)
             self._guards.step_done(self.step)
-        self._finish()
-        heartbeat.here().enter(heartbeat.END)
+        self._guards.close(self.step)
+        self._telemetry.tell(at_end=True)
+        self._kept.save_at_end(self.step)
+        self._end(facts.TrainingDone(step=self.step), "done")
 
     def at(self, step: int, *, total: float | None = None, **values: float) -> None:
         """Report how many updates are applied now; for a program with a loop of its own.
@@ -363,17 +364,24 @@ class Run:
         step = step_number(step)
         if total is not None:
             self._telemetry.total = step_number(total, "total")
-        self._refuse_two_loops(own=True)
-        if self._own_loop is None:
-            self._own_loop = OwnLoop(
-                self._telemetry,
-                begin=self._begin_own_loop,
-                done=self._step_done,
-                consumed=self._program.consumed,
-            )
+        if self._has_loop:
+            raise UsageError(ONE_LOOP)
         numbers = {name: float(value) for name, value in values.items()}
         heartbeat.here().at_step(step, heartbeat.STEP)
-        self._own_loop.at(step, numbers)
+        begins, before = not self._has_own_loop or step < self.step, self.step
+        self._has_own_loop, self._reported_at = True, clock.monotonic()
+        if begins:
+            # Values are a step's: the update before them was done before it was reported.
+            before = max(0, step - 1) if numbers else step
+            self._telemetry.flush()
+            self._begin_own_loop(before)
+            self._telemetry.step_began(self._program.consumed())
+        self._telemetry.log(numbers)
+        if step > before:
+            self._step_done(step, steps=step - before, timed=not begins)
+            self._telemetry.step_began(self._program.consumed())
+        elif not begins:
+            self._telemetry.log_late()
         self.step = step
         self._record.log(step, numbers)
         self._come_to(step)
@@ -411,10 +419,7 @@ class Run:
             self._go(self._cause)
         self._telemetry.tell(at_end=True)
         self._telemetry.flush()
-        heartbeat.here().enter(heartbeat.END)
-        self._record.event(TrainingDone(step=self._step_reported))
-        self._write_outcome("done", None)
-        self._profiler.close()
+        self._end(facts.TrainingDone(step=self._step_reported), "done")
         self._record.close()
         raise Stopped(0)
 
@@ -490,7 +495,7 @@ class Run:
             CheckpointError: it was not committed; nothing is lost, the older ones stand.
             UsageError: the program has a loop of its own (`at`), and saves by itself.
         """
-        if self._own_loop is not None:
+        if self._has_own_loop:
             raise UsageError("run.save() goes with run.steps(); with run.at() the program saves")
         self._kept.save(self.step)
 
@@ -516,7 +521,11 @@ class Run:
             return
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
             raise UsageError(f"run.sealed takes a step from 0 on, not {step!r}")
-        own_s = self._own_loop.since_s(step) if self._own_loop is not None else None
+        own_s = None
+        if self._has_own_loop:
+            # What the program has saved of the step since it was reported took no longer.
+            before, self._reported_at = self._reported_at, clock.monotonic()
+            own_s = self._reported_at - before if step == self.step else None
         self._telemetry.saving.seconds += own_s or 0.0
         self._before_save()
         began = clock.monotonic()
@@ -538,12 +547,6 @@ class Run:
             self._profiler.asked(self.step, self._stops.take_profile())
         return agreed
 
-    def _obey(self, agreed: StopRequest) -> None:
-        cause = agreed.cause or self._cause
-        if cause is not None:
-            self._leave(cause)
-        self._kept.follow(agreed, self.step)
-
     def _come_to(self, step: int) -> None:
         """So many updates are applied, and the next step begins."""
         if step >= self._profiler.due:
@@ -557,7 +560,14 @@ class Run:
         consumed = self._program.consumed()
         seconds = self._telemetry.step_done(step, consumed, steps=steps, timed=timed)
         self._clock.stepped(seconds / steps if timed else None)
-        self._count_first()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._unsaved.after_first_step()
+            self._record.event(facts.PhaseReached(name="first_step", **self._telemetry.so_far()))
+            self._kept.warm_up(step)
+            heartbeat.here().stepped()
+            if self._has_own_loop and not self._clock.state_bytes:
+                self._clock.state_bytes = memory_in_use(self.world.device)
         return consumed
 
     def _before_save(self) -> None:
@@ -565,17 +575,14 @@ class Run:
         self._record.flush()
 
     def _leave(self, cause: StopCause) -> NoReturn:
-        self._record.event(StopRequested(cause=cause, rank=self.world.rank))
+        self._record.event(facts.StopRequested(cause=cause, rank=self.world.rank))
         self._guards.close(self.step)
         self._kept.save_at_stop(self.step, self._stops.left_s(cause))
         self._go(cause)
 
     def _go(self, cause: StopCause) -> NoReturn:
         """Leave, with everything saved."""
-        heartbeat.here().enter(heartbeat.END)
-        self._record.event(TrainingStopped(step=self._step_reported))
-        self._write_outcome("stopped", cause)
-        self._profiler.close(self._stops.left_s(cause))
+        self._end(facts.TrainingStopped(step=self._step_reported), "stopped", cause)
         if self.world.rank == 0 and self.dir is not None:
             log.info("leaving at step %d (%s)", self.step, cause.value)
         self._record.close(self._stops.left_s(cause))
@@ -589,39 +596,23 @@ class Run:
         if outcome:
             self._write_outcome(outcome, None)
 
-    def _finish(self) -> None:
-        self._guards.close(self.step)
-        self._telemetry.tell(at_end=True)
-        self._kept.save_at_end(self.step)
-        self._record.event(TrainingDone(step=self.step))
-        self._write_outcome("done", None)
-        self._profiler.close()
-
-    def _count_first(self) -> None:
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        self._unsaved.after_first_step()
-        self._record.event(PhaseReached(name="first_step", **self._telemetry.so_far()))
-        self._kept.warm_up(self.step)
-        heartbeat.here().stepped()
-        if self._own_loop is not None:
-            self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
+    def _end(self, fact: LedgerFact, outcome: str, cause: StopCause | None = None) -> None:
+        """Say how training has ended, and end what runs beside it; `cause` is that of a stop."""
+        heartbeat.here().enter(heartbeat.END)
+        self._record.event(fact)
+        self._write_outcome(outcome, cause)
+        self._profiler.close(self._stops.left_s(cause) if cause is not None else None)
 
     # ---- a loop of the program's own
 
     @property
     def _step_reported(self) -> int | None:
         """Updates applied; None where the program has not said so."""
-        return self.step if self._has_loop or self._own_loop is not None else None
-
-    def _refuse_two_loops(self, *, own: bool) -> None:
-        if self._has_loop if own else self._own_loop is not None:
-            raise UsageError("run.at() is for a loop of the program's own: use it or run.steps()")
+        return self.step if self._has_loop or self._has_own_loop else None
 
     def _begin_own_loop(self, step: int) -> None:
         size = self.world.world_size
-        self._record.event(CheckpointRestored(step=step, world_size=size, by="program"))
+        self._record.event(facts.CheckpointRestored(step=step, world_size=size, by="program"))
         if self._has_begun:
             return
         self._has_begun = True
@@ -637,14 +628,29 @@ class Run:
         """All ranks will stop; a program that saves and returns without `leave` has stopped."""
         if not self._reported_stop:
             self._reported_stop = True
-            self._record.event(StopRequested(cause=cause, rank=self.world.rank))
+            self._record.event(facts.StopRequested(cause=cause, rank=self.world.rank))
             self._record.outcome("left", self._step_reported, cause)
 
     # ---- state
 
     def _restore(self) -> None:
         self._program.begin()
-        restored = Restored() if self._place is None else self._load(self._place)
+        restored = Restored()
+        if self._place is not None:
+            self._kept = kept = TrainingState(
+                self._place,
+                self.settings,
+                self._program,
+                world=self.world,
+                job_clock=self._clock,
+                stops=self._stops,
+                record=self._record,
+                run_id=self._run_id,
+                extra=self._unsaved.recorded_at,
+                flush=self._before_save,
+                saving=self._telemetry.saving,
+            )
+            restored = kept.restore()
         if restored.manifest is not None:
             self.step = restored.manifest.step
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
@@ -658,29 +664,6 @@ class Run:
         if self._program.state_bytes:
             self._clock.state_bytes = self._program.state_bytes
         self._profiler.begin(step)
-
-    def _load(self, place: SavePlace) -> Restored:
-        self._kept = kept = TrainingState(
-            place,
-            self.settings,
-            self._program,
-            world=self.world,
-            job_clock=self._clock,
-            stops=self._stops,
-            record=self._record,
-            run_id=self._run_id,
-            extra=self._unsaved.recorded_at,
-            flush=self._before_save,
-            saving=self._telemetry.saving,
-        )
-        return kept.restore()
-
-    def _make_profiler(self) -> Profiler:
-        place, folder = self._place, None
-        if place is not None:
-            folder = place.run.profile / folder_name(place.attempt.number)
-        watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
-        return Profiler(self.world, self.settings.profile, folder, self._record.event, watches)
 
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
         self._record.flush()

@@ -22,16 +22,8 @@ from hpctrain.ledger.history.evaluations import evaluations_of
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import interval
 from hpctrain.ledger.plan.interval import LAST_SAVE_SAFETY
+from hpctrain.ledger.run import event_types as facts
 from hpctrain.ledger.run import events as ledger
-from hpctrain.ledger.run.event_types import (
-    CheckpointSaved,
-    IntervalSet,
-    PruneFailed,
-    SaveFailed,
-    SaveModeSet,
-    SaveSkipped,
-    StepsDone,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +73,9 @@ class Saves:
         self._clock = job_clock
         self._near_stop_left_s = near_stop_left_s
         self._settings = place.settings
-        self._saver = Saver(place, world, after=self._prune) if self._is_async else None
+        is_async = place.settings.mode == "async"
+        self.saver = Saver(place, world, after=self._prune) if is_async else None
+        """What saves behind training; None in the synchronous mode."""
         self._last_at = clock.monotonic()
         self._policy = SavePolicy(place, world, job_clock) if world.rank == 0 else None
         self._flight_s: float | None = None
@@ -93,23 +87,14 @@ class Saves:
         self._rows_by_step: dict[int, retention.CheckpointRow] = {}
         self._evaluations = EvaluationsTail(place.run, evaluate)
 
-    @property
-    def _is_async(self) -> bool:
-        return self._settings.mode == "async"
-
-    @property
-    def saver(self) -> Saver | None:
-        """What saves behind training; None in the synchronous mode."""
-        return self._saver
-
     def warm_up(self, snapshot: Snapshot) -> None:
         """After the first step, when there is an optimizer's state: memory for the copy.
 
         Not before: a new optimizer's state made early is not for every optimizer what its first
         step would make.
         """
-        if self._saver is not None:
-            self._saver.prepare_behind(snapshot()[0])
+        if self.saver is not None:
+            self.saver.prepare_behind(snapshot()[0])
 
     def start(self, step: int) -> None:
         """Training begins at this step, which is committed, or 0."""
@@ -119,7 +104,7 @@ class Saves:
 
     def wishes(self) -> bool:
         """Rank 0: whether a save is due by the clock. Also tells the ledger of a landed one."""
-        outcome = self._saver.peek() if self._saver is not None else None
+        outcome = self.saver.peek() if self.saver is not None else None
         if outcome is not None:
             self._record_fact(outcome)
         if self._policy is None or self._settings.interval_steps:
@@ -141,10 +126,10 @@ class Saves:
             return
         self._last_at = clock.monotonic()
         try:
-            if self._saver is None:
+            if self.saver is None:
                 self._now(step, snapshot)
             else:
-                self._behind(self._saver, step, snapshot)
+                self._behind(self.saver, step, snapshot)
         except Fenced:
             raise
         except CheckpointError as error:
@@ -160,10 +145,10 @@ class Saves:
         """
         choice = self._choose_last(left_s)
         is_given_up = choice is LastSave.FRESH or self._hangs(choice, left_s)
-        if self._saver is not None:
-            self._note(self._saver.abandon() if is_given_up else self._saver.land())
+        if self.saver is not None:
+            self._note(self.saver.abandon() if is_given_up else self.saver.land())
         if choice is LastSave.FINISH and self.step:
-            self._event(SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
+            self._event(facts.SaveSkipped(step=step, why=f"no time: step {self.step} was finished"))
             return
         try:
             self.patiently(step, snapshot, left_s)
@@ -191,7 +176,7 @@ class Saves:
             except (NotWritten, FileSystemFault) as error:
                 if not broadcast(self._world, clock.monotonic() + pause <= deadline):
                     raise
-                self._event(SaveFailed(step=step, why=f"{error}; tried again"))
+                self._event(facts.SaveFailed(step=step, why=f"{error}; tried again"))
             clock.sleep(pause)  # a file system tells nobody that it is back
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -207,13 +192,13 @@ class Saves:
 
     def settle(self) -> None:
         """Let a save in flight end, where a program leaves its loop early. Not collective."""
-        if self._saver is not None:
-            self._saver.settle()
+        if self.saver is not None:
+            self.saver.settle()
 
     def close(self) -> None:
         """End the writer process."""
-        if self._saver is not None:
-            self._saver.close()
+        if self.saver is not None:
+            self.saver.close()
 
     # ---- parts
 
@@ -232,7 +217,7 @@ class Saves:
         if failed is not None and broadcast(self._world, self._near_stop_left_s() is not None):
             self._is_leaving = True
             why = f"a stop is near, and step {failed} could not be saved"
-            self._event(SaveSkipped(step=step, why=why))
+            self._event(facts.SaveSkipped(step=step, why=why))
             return
         started = clock.monotonic()
         self._waited_s = started - due
@@ -249,14 +234,14 @@ class Saves:
         self._has_memory = not missing
         if missing:
             saver.close()
-            self._saver = None
-            self._event(SaveModeSet(mode="sync", why=missing))
+            self.saver = None
+            self._event(facts.SaveModeSet(mode="sync", why=missing))
             if self._world.rank == 0:
                 log.warning("saves are synchronous: %s", missing)
         return self._has_memory
 
     def _choose_last(self, left_s: float | None) -> LastSave:
-        saver = self._saver
+        saver = self.saver
         if saver is None or not broadcast(self._world, saver.in_flight):
             return LastSave.BOTH
         fresh_s = self._clock.expected_save_s()
@@ -267,12 +252,12 @@ class Saves:
 
     def _hangs(self, choice: LastSave, left_s: float | None) -> bool:
         """Whether the save in flight takes so long that a new one would not fit any more."""
-        if self._saver is None or choice is not LastSave.BOTH:
+        if self.saver is None or choice is not LastSave.BOTH:
             return False
         hangs = False
         if self._world.rank == 0 and left_s is not None:
             patience = patience_s(left_s, self._clock.expected_save_s())
-            hangs = not self._saver.settle(patience)
+            hangs = not self.saver.settle(patience)
         return bool(broadcast(self._world, hangs))
 
     def _land(self) -> int | None:
@@ -282,7 +267,7 @@ class Saves:
         whose own part is not written then gives up, which fails the save on all ranks; the others
         wait for its answer.
         """
-        saver = self._saver
+        saver = self.saver
         if saver is None:
             return None
         while not saver.settle(LOOK_S):
@@ -325,7 +310,7 @@ class Saves:
                 saved.step,
             )
         self._digest = saved.state_digest
-        fact = CheckpointSaved(
+        fact = facts.CheckpointSaved(
             step=saved.step,
             bytes=saved.bytes,
             seconds=round(saved.seconds, 4),
@@ -341,7 +326,7 @@ class Saves:
             self._record_interval()
 
     def _failed(self, step: int, error: Exception) -> None:
-        self._event(SaveFailed(step=step, why=str(error)))
+        self._event(facts.SaveFailed(step=step, why=str(error)))
         log.warning("%s; training continues", error)
 
     def _record_interval(self) -> None:
@@ -361,7 +346,7 @@ class Saves:
                 evaluations=self._evaluations.now(),
             )
         except (CheckpointError, OSError) as error:
-            self._event(PruneFailed(step=saved.step, why=str(error)))
+            self._event(facts.PruneFailed(step=saved.step, why=str(error)))
 
     def _event(self, fact: LedgerFact) -> None:
         if self._world.rank == 0:
@@ -389,7 +374,7 @@ class EvaluationsTail:
             return retention.NO_EVALUATIONS
         events = self._tail.new()
         # Step marks would grow in memory for as long as the run lives, and say nothing of this.
-        self._history.extend(e for e in events if not isinstance(e.fact, StepsDone))
+        self._history.extend(e for e in events if not isinstance(e.fact, facts.StepsDone))
         return evaluations_of(self._history, self._settings)
 
 
@@ -431,7 +416,7 @@ class SavePolicy:
         self._costs.append(interval.Costs(saved.stall_s, saved.seconds))
         self.now = self._choose()
 
-    def news(self) -> IntervalSet | None:
+    def news(self) -> facts.IntervalSet | None:
         """The interval to record, if it is new; each change is recorded once."""
         before = self._reported
         if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
@@ -439,7 +424,7 @@ class SavePolicy:
         self._reported = self.now
         cost = self._cost()
         is_chosen = self._is_chosen and cost is not None
-        return IntervalSet(
+        return facts.IntervalSet(
             seconds=round(self.now.seconds, 1),
             why=self.now.why,
             steps=self.now.steps or None,

@@ -311,7 +311,7 @@ class RankSignals:
         RankSignals._listening = self
         for signum in HEARD:
             # For threads that are older than the mask: then Python's own handler runs.
-            signal.signal(signum, self._on_signal)
+            signal.signal(signum, lambda number, _frame: self.note(number))
         start_resource_tracker()
         signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         if interrupt:
@@ -340,9 +340,6 @@ class RankSignals:
             listening.note(signum)
             if listening.on_heard is not None:
                 listening.on_heard()
-
-    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self.note(signum)
 
     def note(self, signum: int) -> None:
         """Take in a signal."""

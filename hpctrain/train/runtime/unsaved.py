@@ -68,6 +68,10 @@ OF_TORCH = frozenset(vars(nn.Module())) | {
 }
 """Attributes that torch gives to every module and optimizer, and to one that is scheduled."""
 Scaler = torch.amp.GradScaler
+NAME_OF: dict[type, str] = {
+    Optimizer: "optimizer2", LRScheduler: "scheduler", AveragedModel: "ema", Scaler: "scaler",
+}  # fmt: skip
+"""What is looked for among the objects of the process, and its argument of `Run.track`."""
 
 
 class Unsaved:
@@ -129,7 +133,8 @@ class Unsaved:
         for thing in untracked:
             if not (progress := _progress(thing)):
                 continue
-            kind, name = type(thing).__name__, _parameter_name(thing)
+            kind = type(thing).__name__
+            name = next(name for base, name in NAME_OF.items() if isinstance(thing, base))
             if self._recorded is None:
                 yield (
                     f"{kind} is not tracked, so no checkpoint has it and a resumed run begins it "
@@ -182,8 +187,7 @@ def _described(path: str, start: Seen, saved: Seen) -> str:
 def _alive() -> list[Any]:
     """Return all optimizers, schedulers, scalers and averages of this process."""
     things = gc.get_objects()  # a million in a large program, of some thousand types
-    kinds = (Optimizer, LRScheduler, Scaler, AveragedModel)
-    wanted = {kind for kind in set(map(type, things)) if issubclass(kind, kinds)}
+    wanted = {kind for kind in set(map(type, things)) if issubclass(kind, tuple(NAME_OF))}
     return [thing for thing in things if type(thing) in wanted] if wanted else []
 
 
@@ -204,14 +208,6 @@ def _number(value: Any) -> int:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 1
-
-
-def _parameter_name(thing: Any) -> str:
-    if isinstance(thing, Optimizer):
-        return "optimizer2"
-    if isinstance(thing, LRScheduler):
-        return "scheduler"
-    return "ema" if isinstance(thing, AveragedModel) else "scaler"
 
 
 def _reachable(roots: Iterable[Any]) -> set[int]:

@@ -58,7 +58,7 @@ def first_attempt(run: hpctrain.Run, step: int) -> None:
     elif step == SAVED:  # after which a save is due, by checkpoint.interval_steps
         phase("save-behind")
     elif step == SAVED + 1:
-        while run._kept._saves._saver.in_flight:
+        while run._kept._saves.saver.in_flight:
             time.sleep(0.01)
         phase("saved-behind")
         raise RuntimeError("of the test: the agents start the ranks again")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import CheckpointError
 from hpctrain.train.data.batches import GlobalBatches, Holes, holes_of
-from hpctrain.train.data.loader import BatchRules, DataPlace, make_loader
+from hpctrain.train.data.loader import BatchRules, DataPlace, Loader
 from hpctrain.train.data.order import SampleOrder
 
 SIZE, BATCH = 44, 8
@@ -28,9 +28,7 @@ def batches(holes=(), *, consumed=0, batch=BATCH):
 
 def loader(holes=(), *, batch=BATCH, drop_last=False):
     rules = BatchRules(batch, drop_last=drop_last, seed=7)
-    made = make_loader(
-        list(range(SIZE)), rules, {}, place=lambda: DataPlace(0, 1), watch=nullcontext()
-    )
+    made = Loader(list(range(SIZE)), rules, {}, place=lambda: DataPlace(0, 1), watch=nullcontext())
     made.leave_out(holes)
     return made
 

@@ -18,9 +18,9 @@ from hpctrain.train.data.loader import (
     OURS,
     BatchRules,
     DataPlace,
+    Loader,
     LoaderOptions,
     length_of,
-    make_loader,
 )
 from hpctrain.train.data.order import FileOrder, SampleOrder
 
@@ -57,7 +57,7 @@ def make(
     passes=None,
     **options,
 ):
-    return make_loader(
+    return Loader(
         dataset if dataset is not None else Squares(size),
         BatchRules(global_batch, micro_batch, drop_last, seed),
         options,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.base.mesh import MicrobatchRules
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.train.data.loader import BatchRules, DataPlace, make_loader
+from hpctrain.train.data.loader import BatchRules, DataPlace, Loader
 from hpctrain.train.data.order import BLOCK, Mixture, MixtureOrder
 
 SIZES = [50, 700, 3000]
@@ -111,7 +111,7 @@ def test_shares_always_fill_a_block(weights):
 
 
 def loader(mixture, rank, ranks, global_batch):
-    return make_loader(
+    return Loader(
         mixture,
         BatchRules(global_batch, seed=7),
         {"collate_fn": list},

@@ -12,10 +12,9 @@ from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.data.loader import DataPlace
 from hpctrain.train.data.readers import Source
 from hpctrain.train.data.stream_loader import (
-    Ranks,
+    StreamLoader,
     StreamRules,
     default_readers,
-    make_stream_loader,
 )
 from tests.unit.data.test_readers import Count, Stateless, stream
 
@@ -38,21 +37,22 @@ class Tens(Count):
 ALL = [100 * reader + number for reader in range(4) for number in range(5 + 2 * reader)]
 
 
-def alone(rank=0, ranks=1, passes=ANY_PASSES, others=()):
-    """One rank, and what the others would say."""
-    return Ranks(
-        lambda: DataPlace(rank, ranks, passes),
-        lambda numbers: [numbers, *others],
-        lambda value: [value, *[None] * len(others)],
-    )
+def alone(rank=0, ranks=1, passes=ANY_PASSES, others=(), lines=None):
+    """One rank, and what the others would say: numbers, and lines of what went wrong."""
+
+    def gather(value):
+        other = lines if lines is not None else [None] * len(others)
+        return [value, *(others if isinstance(value, list) else other)]
+
+    return {"place": lambda: DataPlace(rank, ranks, passes), "gather": gather}
 
 
 def make(dataset=four, *, ranks=None, options=None, **rules):
-    return make_stream_loader(
+    return StreamLoader(
         dataset,
         StreamRules(**{"global_batch": 6, "readers": 4, **rules}),
         options or {},
-        ranks=ranks or alone(),
+        **(ranks or alone()),
         watch=nullcontext(),
     )
 
@@ -144,7 +144,7 @@ def test_a_rank_without_a_sample_gets_one_of_weight_0_while_others_have_some():
 
 
 def test_the_error_of_another_rank_is_raised_here():
-    ranks = alone(0, 2, others=[[1, -1]])._replace(values=lambda value: [value, "OSError: stale"])
+    ranks = alone(0, 2, others=[[1, -1]], lines=["OSError: stale"])
     loader = make(ranks=ranks)
 
     with pytest.raises(HpctrainError, match="rank 1 could not read its batch: OSError: stale"):

@@ -8,13 +8,13 @@ import math
 import pytest
 
 from hpctrain.core.settings.schema import GuardSettings
-from hpctrain.train.guards.rules import OwnSteps, RankNumbers, Ruling
+from hpctrain.train.guards.rules import OwnSteps
 
 NAN = float("nan")
 
 
 def rows(*numbers):
-    return [RankNumbers(loss, norm, f"n{rank}") for rank, (loss, norm) in enumerate(numbers)]
+    return [(loss, norm, f"n{rank}") for rank, (loss, norm) in enumerate(numbers)]
 
 
 GOOD = rows((1.0, 2.0), (1.1, 2.0))
@@ -26,11 +26,12 @@ def test_a_step_that_is_finite_is_applied_and_nothing_is_told():
 
 @pytest.mark.parametrize("norm", [NAN, math.inf])
 def test_one_ranks_loss_names_it_though_the_norm_is_everybodys(norm):
-    applied, bad = OwnSteps(GuardSettings()).judge(7, rows((1.0, norm), (NAN, norm)))
+    guard = OwnSteps(GuardSettings())
+    applied, bad = guard.judge(7, rows((1.0, norm), (NAN, norm)))
     assert not applied
-    assert (bad.step, bad.rank, bad.ranks, bad.node, bad.ruling) == (7, 1, (1,), "n1", Ruling.GO_ON)
+    assert (bad.step, bad.rank, bad.ranks, bad.node, guard.must_stop) == (7, 1, (1,), "n1", False)
     assert math.isnan(bad.loss)
-    assert str(bad.norm) == str(norm)
+    assert str(bad.grad_norm) == str(norm)
 
 
 def test_a_norm_that_has_travelled_names_nobody():
@@ -39,9 +40,14 @@ def test_a_norm_that_has_travelled_names_nobody():
     assert (bad.rank, bad.ranks, bad.node) == (None, (), "")
 
 
+def stops(guard, step, numbers):
+    guard.judge(step, numbers)
+    return guard.must_stop
+
+
 def test_the_third_in_a_row_stops_and_one_that_only_tells_says_it_once():
     guard, bad = OwnSteps(GuardSettings()), rows((NAN, 1.0))
-    assert [guard.judge(step, bad)[1].ruling for step in (1, 2, 3)][-1] is Ruling.STOP
+    assert [stops(guard, step, bad) for step in (1, 2, 3)] == [False, False, True]
     telling = OwnSteps(GuardSettings(nonfinite="tell"))
     said = [telling.judge(step, each) for step, each in enumerate([bad, bad, GOOD[:1], bad])]
     assert [applied for applied, _ in said] == [True] * 4
@@ -66,14 +72,14 @@ def test_the_largest_of_all_ranks_is_judged_and_a_resume_judges_the_same(spike, 
 
 def test_a_resume_counts_on_the_steps_that_were_not_finite():
     guard, bad = OwnSteps(GuardSettings()), rows((NAN, 1.0))
-    assert [guard.judge(step, bad)[1].ruling for step in (1, 2)] == [Ruling.GO_ON] * 2
+    assert [stops(guard, step, bad) for step in (1, 2)] == [False] * 2
     resumed = OwnSteps(GuardSettings())
     resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
-    assert resumed.judge(3, bad)[1].ruling is Ruling.STOP
+    assert stops(resumed, 3, bad)
 
 
 def test_a_rule_that_was_off_begins_without_a_memory():
     off = OwnSteps(GuardSettings(nonfinite="off")).state_dict()
     resumed = OwnSteps(GuardSettings())
     resumed.load_state_dict(off)
-    assert resumed.judge(1, rows((NAN, 1.0)))[1].ruling is Ruling.GO_ON
+    assert not stops(resumed, 1, rows((NAN, 1.0)))

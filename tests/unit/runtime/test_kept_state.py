@@ -41,7 +41,7 @@ def did():
 @pytest.fixture
 def state(did, monkeypatch):
     monkeypatch.setattr(kept_state, "Saves", lambda *_: FakeSaves(did))
-    monkeypatch.setattr(kept_state, "memory_copies", lambda *_: None)
+    monkeypatch.delenv("HPCTRAIN_CONTROL", raising=False)
     monkeypatch.setattr(kept_state, "on_rank_0", lambda *_: None)
     record = SimpleNamespace(event=did.append, start_trackers=lambda _: None, metrics={})
     return TrainingState(

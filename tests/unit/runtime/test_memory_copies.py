@@ -28,7 +28,8 @@ class Made:
         copies = SimpleNamespace(is_ready=True, copy=lambda *_: hands.advance(STALL_S))
         monkeypatch.setattr(kept_state, "RankCopies", lambda *_: copies)
         world = SimpleNamespace(rank=0, world_size=1)
-        self._copies = MemoryCopies(world, self._line, 1, self.facts.append)
+        times = SimpleNamespace(step_s=1.0)
+        self._copies = MemoryCopies(world, self._line, 1, times, self.facts.append)
 
     def step(self, number, *, is_covered):
         assert self._copies.wishes(number, 0)

@@ -38,7 +38,7 @@ DONE = Outcome(5, SimpleNamespace(seconds=1.0))
     [(FAILED, 5, [5]), (DONE, 5, []), (FAILED, 6, [6]), (DONE, 6, [6]), (None, 6, [6])],
 )
 def test_the_last_step_is_saved_unless_it_was_committed(saves, outcome, step, made):
-    saves._saver = landing(outcome)
+    saves.saver = landing(outcome)
 
     saves.now(step, None)
 
@@ -46,7 +46,7 @@ def test_the_last_step_is_saved_unless_it_was_committed(saves, outcome, step, ma
 
 
 def test_a_newer_attempt_ends_this_one(saves):
-    saves._saver = landing(Outcome(5, None, Fenced("attempt 3 has taken over")))
+    saves.saver = landing(Outcome(5, None, Fenced("attempt 3 has taken over")))
 
     with pytest.raises(Fenced):
         saves.now(6, None)
@@ -64,6 +64,6 @@ def test_a_newer_attempt_ends_this_one(saves):
 def test_a_save_that_hangs_is_given_up_where_a_new_one_would_not_fit(
     saves, choice, left_s, in_time, hangs
 ):
-    saves._saver = landing(DONE, in_time=in_time)
+    saves.saver = landing(DONE, in_time=in_time)
 
     assert saves._hangs(choice, left_s) is hangs

@@ -26,8 +26,15 @@ from hpctrain.ledger.plan.deepspeed import (
 )
 from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.train.engines.engine import Engine
-from hpctrain.train.engines.norm import DTYPES, LossScale, clip_factor, global_norm, scale_
-from hpctrain.train.engines.state import persistent_buffers
+from hpctrain.train.engines.norm import (
+    DTYPES,
+    LossScale,
+    clip_factor,
+    global_norm,
+    gradients_of,
+    scale_,
+)
+from hpctrain.train.engines.state import buffers
 from hpctrain.train.engines.zero.state import SPREADS_PARAMETERS, ZeroState, fill, spread
 
 if TYPE_CHECKING:
@@ -54,32 +61,25 @@ class DeepSpeedScale(LossScale):
         self._scaler = scaler
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> float:  # type: ignore[override]
         """What losses are multiplied by now."""
         return float(self._scaler.cur_scale)
 
-    @scale.setter
-    def scale(self, value: float) -> None:
-        if self._scaler.dynamic:
-            self._scaler.cur_scale = value
+    def state_dict(self) -> dict[str, Any]:
+        """As `LossScale`. DeepSpeed doubles the scale one step later than torch."""
+        scaler, good = self._scaler, 0
+        if scaler.dynamic:
+            good, window = int(scaler.cur_iter - scaler.last_overflow_iter - 1), scaler.scale_window
+            good = good if good <= window else (good - 1) % int(window) + 1
+        return {"scale": self.scale, "good_steps": good}
 
-    @property
-    def good_steps(self) -> int:
-        """Steps since the scale changed. DeepSpeed doubles it one step later than torch."""
-        if not self._scaler.dynamic:
-            return 0
-        since = int(self._scaler.cur_iter - self._scaler.last_overflow_iter - 1)
-        return since if since <= self.growth_interval else (since - 1) % self.growth_interval + 1
-
-    @good_steps.setter
-    def good_steps(self, value: int) -> None:
-        if self._scaler.dynamic:
-            self._scaler.last_overflow_iter = self._scaler.cur_iter - 1 - value
-
-    @property
-    def growth_interval(self) -> int:  # type: ignore[override]
-        """Good steps after which the scale is doubled."""
-        return int(self._scaler.scale_window) if self._scaler.dynamic else 1
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `LossScale`."""
+        loaded, scaler = LossScale(), self._scaler
+        loaded.load_state_dict(state)
+        if scaler.dynamic:
+            scaler.cur_scale = loaded.scale
+            scaler.last_overflow_iter = scaler.cur_iter - 1 - loaded.good_steps
 
 
 class Zero(Engine):
@@ -111,11 +111,14 @@ class Zero(Engine):
             )
         _drop_untrained(optimizer)
         named = dict(model.named_parameters(remove_duplicate=False))
-        buffers = persistent_buffers(model)
+        # Places, not tensors: moving a model to its device makes new ones.
+        held = [place for place, buffer in buffers(model) if buffer is not None]
         _prepare(model, settings, world.device)  # looks for blocks by what is in them
         give = spread if self._stage == SPREADS_PARAMETERS else fill
         before = give(named, made, config, self.precision, world.device)
-        self.model, self._zero = _initialize(deepspeed, model, optimizer, config)
+        self.model, self._zero, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
         if self._stage and self._zero.optimizer is not optimizer:
             raise UsageError(
                 f"DeepSpeed puts an optimizer of its own in the place of {type(optimizer).__name__}"
@@ -123,7 +126,7 @@ class Zero(Engine):
                 "engine.kind fsdp2"
             )
         self._zero_state = ZeroState(
-            named, buffers, optimizer, zero=self._zero, stage=self._stage, before=before
+            named, held, optimizer, zero=self._zero, stage=self._stage, before=before
         )
         fp16 = self.precision is torch.float16
         self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if fp16 else None
@@ -155,12 +158,7 @@ class Zero(Engine):
 
     def _step_of_copies(self) -> float:
         """Stage 0: DeepSpeed adds gradients up and updates; it tells no norm."""
-        gradients = [
-            parameter.grad
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        gradients = gradients_of(self.optimizer)
         norm = global_norm(gradients, self.mesh, self.world)
         self.left_out = self.guard is not None and not self.guard.accepts(norm)
         if self.left_out:
@@ -238,15 +236,6 @@ def _import_deepspeed() -> ModuleType:
     # Torch's new names for collectives that DeepSpeed calls by the old ones, at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
-
-
-def _initialize(
-    deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]
-) -> tuple[nn.Module, Any]:
-    engine, zero, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False
-    )
-    return engine, zero
 
 
 def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:

@@ -25,9 +25,11 @@ from hpctrain.errors import CheckpointError
 from hpctrain.train.engines.state import MODEL, OPTIM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.optim import Optimizer
+
+    from hpctrain.train.engines.state import Place
 
     Made = Callable[[str, nn.Parameter], torch.Tensor]
     """Makes a parameter's elements, whole, by its name."""
@@ -127,7 +129,8 @@ def _range_of(parameter: Any) -> tuple[int, int]:
     return first, min(size, parameter.ds_numel - first)
 
 
-def _each(named: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
+def _each(named: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, by the first of its names."""
     first = dict[int, str]()
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
@@ -188,20 +191,6 @@ class Fragment:
         return Flat(tensor.detach().narrow(0, self.offset, self.count), self.first, self.shape)
 
 
-def _fragments_of(
-    parameters: Iterable[nn.Parameter], optimizer: Optimizer, zero: Any, stage: int
-) -> dict[int, Fragment]:
-    """Return where this rank's range of each trained parameter lies, by the parameter's identity.
-
-    `optimizer` is the program's, which updates the flat buffers; `zero` is DeepSpeed's around it.
-    """
-    if stage == 0:
-        return _copied(optimizer)
-    if stage == SPREADS_PARAMETERS:
-        return _each_spread(parameters, zero)
-    return _rows_spread(zero)
-
-
 def _copied(optimizer: Optimizer) -> dict[int, Fragment]:
     return {
         id(parameter): Fragment(
@@ -251,27 +240,13 @@ def _each_spread(parameters: Iterable[Any], zero: Any) -> dict[int, Fragment]:
     return fragments
 
 
-@dataclass(frozen=True)
-class FrozenRange:
-    """This rank's range of an untrained parameter, as it was before it became 16 bits.
-
-    `parameter` is the working copy, `local` the range in host memory. `first` and `shape` are of
-    the whole.
-    """
-
-    parameter: nn.Parameter
-    local: torch.Tensor
-    first: int
-    shape: tuple[int, ...]
-
-
 class ZeroState:
     """All that a rank holds of a model and its optimizer under DeepSpeed, by full names."""
 
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, tuple[nn.Module, str]],
+        buffers: Sequence[Place],
         optimizer: Optimizer,
         *,
         zero: Any,
@@ -281,20 +256,27 @@ class ZeroState:
         """Look where DeepSpeed has put everything. Collective if `before` is not empty.
 
         `named` has every name of the original model's parameters; one parameter can have several.
+        `buffers` are those of the state.
         `zero` is DeepSpeed's optimizer around `optimizer`; stage 0 needs none. If the model works
         in 16 bits, `before` has its parameters as they were, by identity. Masters begin with these
         values, asked once for each range.
         """
-        self._named, self._buffers, self._optimizer = dict(named), dict(buffers), optimizer
+        self._named, self._buffers, self._optimizer = dict(named), buffers, optimizer
         # As torch does it: weights are listed under all their names, moments under the first one.
-        self._first_names = _first_names(named)
+        self._first_names = frozenset(name for name, _ in _each(named))
         self._zero, self._stage = zero, stage
-        self._fragments = _fragments_of(named.values(), optimizer, zero, stage)
+        # Where this rank's range of each trained parameter lies, by the parameter's identity.
+        if stage == 0:
+            self._fragments = _copied(optimizer)
+        elif stage == SPREADS_PARAMETERS:
+            self._fragments = _each_spread(named.values(), zero)
+        else:
+            self._fragments = _rows_spread(zero)
         flat_buffers = {id(f.buffer.tensor): f.buffer for f in self._fragments.values()}
         self._flat_buffers = list(flat_buffers.values())
         self._frozen = {
-            key: _freeze(parameter, before[key])
-            for key, parameter in {id(p): p for p in named.values()}.items()
+            key: (parameter, _frozen_range(parameter, before[key]))
+            for key, parameter in ((id(p), p) for _, p in _each(named))
             if key in before and key not in self._fragments
         }
         if before:
@@ -336,18 +318,15 @@ class ZeroState:
                     shared[full_name] = torch.as_tensor(value).detach().clone()
                 elif fragment.count or fragment.whole:
                     shared[full_name] = fragment.view(value)
-        for name, (module, key) in self._buffers.items():
-            shared[name] = module._buffers[key]  # type: ignore[assignment]  # noqa: SLF001
+        for place in self._buffers:
+            buffer = place.module._buffers[place.key]  # noqa: SLF001 - as torch's state_dict does
+            shared[MODEL + place.name] = buffer  # type: ignore[assignment]
         return State(shared, elsewhere=frozenset(names - shared.keys()))
 
     def _untrained(self, name: str, parameter: Any) -> dict[str, torch.Tensor | Flat]:
-        frozen = self._frozen.get(id(parameter))
+        _, frozen = self._frozen.get(id(parameter), (None, None))
         if frozen is not None:
-            return (
-                {name: Flat(frozen.local, frozen.first, frozen.shape)}
-                if frozen.local.numel()
-                else {}
-            )
+            return {name: frozen} if frozen.local.numel() else {}
         if self._stage != SPREADS_PARAMETERS:
             return {name: parameter.detach()}
         first, count = _range_of(parameter)
@@ -381,18 +360,10 @@ class ZeroState:
                 _set(optimizer.state[buffer.tensor], "step", 0.0)
         finally:
             optimizer.param_groups = groups
-        if missing:
-            self._link()
-
-    def _link(self) -> None:
-        """Tell DeepSpeed's own `safe_get_*` of new state."""
-        if self._links:
+        if missing and 0 < self._stage < SPREADS_PARAMETERS:
+            # Tell DeepSpeed's own `safe_get_*` of new state.
             self._zero._hp_optimizer_states_linked = False  # noqa: SLF001
             self._zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
-
-    @property
-    def _links(self) -> bool:
-        return 0 < self._stage < SPREADS_PARAMETERS
 
     def apply_counts(self, tensors: Mapping[str, Any]) -> None:
         """Give the optimizer the counts that were filled in; moments it has already.
@@ -447,28 +418,21 @@ class ZeroState:
             self._push_each()
             return
         self._zero.update_lp_params()
-        for frozen in self._frozen.values():
-            _gather_frozen(frozen)
+        for parameter, frozen in self._frozen.values():
+            _gather_frozen(parameter.data, frozen.local)
 
     def _push_each(self) -> None:
         """As DeepSpeed's own step does it: small parameters stay whole, and would be stale."""
         zero = self._zero
         zero._partition_all_parameters()  # noqa: SLF001 - no public way; the step's own
-        for frozen in self._frozen.values():
-            part: Any = frozen.parameter
+        for parameter, frozen in self._frozen.values():
+            part: Any = parameter
             part.ds_tensor.data.narrow(0, 0, frozen.local.numel()).copy_(frozen.local)
         for number in range(len(zero.fp32_partitioned_groups_flat)):
             zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
-
-
-def _first_names(named: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    first: dict[int, str] = {}
-    for name, parameter in named.items():
-        first.setdefault(id(parameter), name)
-    return frozenset(first.values())
 
 
 def _is_moment(value: Any, row: torch.Tensor) -> bool:
@@ -484,8 +448,8 @@ def _set(values: dict[str, Any], key: str, number: float) -> None:
         values[key] = type(held)(number)
 
 
-def _freeze(parameter: Any, before: Before) -> FrozenRange:
-    """This rank's range of a parameter, as it was."""
+def _frozen_range(parameter: Any, before: Before) -> Flat:
+    """This rank's range of an untrained parameter, as it was before it became 16 bits."""
     if hasattr(parameter, "ds_tensor"):
         shape = tuple(parameter.ds_shape)
         first, count = _range_of(parameter)
@@ -494,17 +458,14 @@ def _freeze(parameter: Any, before: Before) -> FrozenRange:
         size = math.ceil(parameter.numel() / dist.get_world_size())
         first = min(dist.get_rank() * size, parameter.numel())
         count = min(size, parameter.numel() - first)
-    return FrozenRange(
-        parameter, before(first, count).to("cpu", torch.float32, copy=True), first, shape
-    )
+    return Flat(before(first, count).to("cpu", torch.float32, copy=True), first, shape)
 
 
-def _gather_frozen(frozen: FrozenRange) -> None:
+def _gather_frozen(working: torch.Tensor, own: torch.Tensor) -> None:
     """Fill a working copy from all ranks' ranges. Collective; of one parameter at a time."""
-    working = frozen.parameter.data
     size = math.ceil(working.numel() / dist.get_world_size())
     padded = torch.zeros(size, dtype=working.dtype, device=working.device)
-    padded[: frozen.local.numel()].copy_(frozen.local)
+    padded[: own.numel()].copy_(own)
     whole = padded.new_empty(size * dist.get_world_size())
     dist.all_gather_into_tensor(whole, padded)
     working.copy_(whole[: working.numel()].view_as(working))
