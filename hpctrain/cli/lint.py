@@ -21,7 +21,7 @@ from hpctrain.advise.lint.check import (
     unreadable,
 )
 from hpctrain.advise.lint.files import files_to_check
-from hpctrain.advise.lint.render import finding_lines, findings_plain, sarif, summary
+from hpctrain.advise.lint.render import finding_lines, findings_plain, summary
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.cli.options import json_option
 from hpctrain.core.base.files import (
@@ -52,7 +52,7 @@ Examples:
   hpctrain lint train.py --fix --diff            what --fix would change
   hpctrain lint . --write-baseline lint.json     record today's findings,
   hpctrain lint . --baseline lint.json           and report only new ones
-  hpctrain lint . --format sarif >lint.sarif
+  hpctrain lint . --json >lint.json
   hpctrain lint --explain HT101
 """
 _LEVELS = ("error", "warning", "info")
@@ -103,13 +103,6 @@ def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
 @click.option("--strict", is_flag=True, help="Treat warnings as failures.")
 @click.option("--fix", is_flag=True, help="Apply safe changes.")
 @click.option("--diff", is_flag=True, help="Show the changes of --fix without applying them.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(("text", "json", "sarif")),
-    default="text",
-    help="Output format.  [text]",
-)
 @click.option("--baseline", metavar="FILE", help="Ignore findings listed in FILE.")
 @click.option("--write-baseline", metavar="FILE", help="Write all findings into FILE, and pass.")
 @click.option("--cpus", type=click.IntRange(min=1), help="CPUs of each rank, for HT308.")
@@ -124,7 +117,6 @@ def command(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     level: str | None,
-    form: str,
     as_json: bool,
     explain: str | None,
     **flags: Any,
@@ -163,7 +155,7 @@ def command(
         return
     if flags["baseline"]:
         run.forget_known(Path(flags["baseline"]))
-    run.show(level or ("info" if select else "warning"), "json" if as_json else form)
+    run.show(level or ("info" if select else "warning"), as_json=as_json)
     run.conclude(strict=flags["strict"])
 
 
@@ -263,12 +255,12 @@ class _Lint:
         places = {id(one): original for one, original in zip(relative, self.findings, strict=True)}
         self.findings = [places[id(one)] for one in beyond_baseline(relative, baseline)]
 
-    def show(self, level: str, form: str) -> None:
+    def show(self, level: str, *, as_json: bool) -> None:
         """Print what was found, from a level on."""
         shown_levels = _LEVELS[: _LEVELS.index(level) + 1]
         shown = [one for one in self.findings if one.rule.level in shown_levels]
-        if form != "text":
-            echo_json(sarif(shown) if form == "sarif" else findings_plain(shown, self.files))
+        if as_json:
+            echo_json(findings_plain(shown, self.files))
             return
         self._print(shown)
         hidden = sum(one.rule.level == "info" for one in self.findings if one not in shown)

@@ -68,15 +68,12 @@ _PYTHON = frozenset({"script", "module"})
 _TOKEN = "check"  # noqa: S105 - stands where a submission's own token stands
 
 
-def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | None]:
+def check_all(request: SubmitRequest, say: Say) -> CheckList:
     """Ask everything that needs no run.
 
     Args:
         request: What would be submitted.
         say: Told what is looked at.
-
-    Returns:
-        The answers, and what `submit` would make; None where it would refuse.
     """
     checks = CheckList(name=" ".join(request.command) or "the shipped recipe")
     say("settings, site and scheduler")
@@ -89,7 +86,7 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
         _look_alone(request, checks, say)
         message = "what comes after the failed check was not looked at"
         checks.lines.append(CheckLine("the rest", NOT_KNOWN, message, "fix that, and check again"))
-        return checks, None
+        return checks
     spec = prepared.spec
     site = None if spec.preset is None else Site.from_plain(spec.preset)
     checks.lines += _submit_lines(prepared)
@@ -105,7 +102,7 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
         True if is_recipe else None if imports is None else imports.knows_hpctrain
     )
     checks.lines += _forecasts(prepared, site, calls_hpctrain=checks.calls_hpctrain)
-    return checks, prepared
+    return checks
 
 
 def _look_alone(request: SubmitRequest, checks: CheckList, say: Say) -> None:
@@ -164,13 +161,12 @@ def _program(
     say("lint")
     path = Path(entry.path)
     cwd = request.cwd
-    checks.place = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
-    findings, line = _lint(path, settings, checks.place)
-    checks.findings += findings
+    name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
+    findings, line = _lint(path, settings, name)
     checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
     if line is not None:
         checks.lines.append(line)
-    checks.lines += _goes_on(path, entry, settings, checks.place)
+    checks.lines += _goes_on(path, entry, settings, name)
     return imports_of(path, own_folders(entry))
 
 

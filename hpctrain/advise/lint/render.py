@@ -1,4 +1,4 @@
-"""Findings as people read them, as SARIF for code hosts and editors, and as notes of a submit.
+"""Findings as people read them, as JSON, and as notes of a submit.
 
 The notes never refuse a submit.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
-from hpctrain.core.base import VERSION
 from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
 from hpctrain.launch.program import MOST_BYTES, PYTHON_KINDS
@@ -20,14 +18,12 @@ from hpctrain.launch.program import MOST_BYTES, PYTHON_KINDS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.advise.lint.rule import LintFinding, LintRule
+    from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Entry
 
-SARIF_VERSION = "2.1.0"
-_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-# Not LEVELS: its module reads all rules, which a submit of the recipe would wait for.
-_SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
+# Not rule.LEVELS: its module reads all rules, which a submit of the recipe would wait for.
+_LEVELS = ("error", "warning", "info")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -50,7 +46,7 @@ def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[st
 
 def summary(findings: Sequence[LintFinding], files: int, hidden: int) -> str:
     """How much was found: the last line."""
-    numbers = {level: sum(one.rule.level == level for one in findings) for level in _SARIF_LEVELS}
+    numbers = {level: sum(one.rule.level == level for one in findings) for level in _LEVELS}
     parts = [
         count(number, level) for level, number in numbers.items() if number and level != "info"
     ]
@@ -67,72 +63,8 @@ def findings_plain(findings: Sequence[LintFinding], files: int) -> dict[str, Any
 
     return {
         "files": files,
-        **{
-            f"{level}s": sum(one.rule.level == level for one in findings) for level in _SARIF_LEVELS
-        },
+        **{f"{level}s": sum(one.rule.level == level for one in findings) for level in _LEVELS},
         "findings": [finding_plain(one) for one in findings],
-    }
-
-
-def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
-    """The findings as one SARIF log."""
-    from hpctrain.advise.lint.rule import RULES
-
-    rules = list(RULES.values())
-    places = {rule.code: number for number, rule in enumerate(rules)}
-    return {
-        "$schema": _SARIF_SCHEMA,
-        "version": SARIF_VERSION,
-        "runs": [
-            {
-                "tool": {
-                    "driver": {
-                        "name": "hpctrain lint",
-                        "version": VERSION,
-                        "rules": [_sarif_rule(rule) for rule in rules],
-                    }
-                },
-                "columnKind": "unicodeCodePoints",
-                "results": [_sarif_result(one, places) for one in findings],
-            }
-        ],
-    }
-
-
-def uri_of(path: str) -> str:
-    """A path as SARIF names it, also one whose bytes are no text."""
-    plain = PurePath(path).as_posix()
-    try:
-        return quote(plain.encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError:  # no name of a file's
-        return quote(plain.encode("utf-8", "replace"))
-
-
-def _sarif_rule(rule: LintRule) -> dict[str, Any]:
-    return {
-        "id": rule.code,
-        "shortDescription": {"text": rule.name},
-        "fullDescription": {"text": rule.why},
-        "help": {"text": f"{rule.remedy} See {rule.anchor}."},
-        "defaultConfiguration": {"level": _SARIF_LEVELS[rule.level]},
-    }
-
-
-def _sarif_result(finding: LintFinding, places: dict[str, int]) -> dict[str, Any]:
-    location: dict[str, Any] = {"artifactLocation": {"uri": uri_of(finding.path)}}
-    if finding.line:
-        location["region"] = {
-            "startLine": finding.line,
-            "startColumn": max(finding.column, 1),
-        }
-        if finding.evidence:
-            location["region"]["snippet"] = {"text": finding.evidence}
-    return {
-        "ruleId": finding.rule.code,
-        "ruleIndex": places[finding.rule.code],
-        "level": _SARIF_LEVELS[finding.rule.level],
-        "message": {"text": f"{finding.message}. {finding.rule.why} {finding.rule.remedy}"},
-        "locations": [{"physicalLocation": location}],
     }
 
 
