@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.advise.lint.check import (
     RuleChoice,
-    baseline_text,
-    beyond_baseline,
     check_text,
     fixed_text,
-    read_baseline,
     unreadable,
 )
 from hpctrain.advise.lint.files import files_to_check
@@ -29,16 +23,13 @@ from hpctrain.core.base.files import (
     NotText,
     decoded,
     read_source,
-    read_text,
-    replace_text,
 )
-from hpctrain.core.base.text import count
 from hpctrain.core.terminal import echo_json, echo_warning
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.errors import ChecksFailed, NotFound
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Sequence
+    from pathlib import Path
 
     from click.shell_completion import CompletionItem
 
@@ -50,8 +41,6 @@ Examples:
   hpctrain lint .                                every program and configuration below
   hpctrain lint src --select HT1 --level info    one family of rules, with its hints
   hpctrain lint train.py --fix --diff            what --fix would change
-  hpctrain lint . --write-baseline lint.json     record today's findings,
-  hpctrain lint . --baseline lint.json           and report only new ones
   hpctrain lint . --json >lint.json
   hpctrain lint --explain HT101
 """
@@ -103,8 +92,6 @@ def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
 @click.option("--strict", is_flag=True, help="Treat warnings as failures.")
 @click.option("--fix", is_flag=True, help="Apply safe changes.")
 @click.option("--diff", is_flag=True, help="Show the changes of --fix without applying them.")
-@click.option("--baseline", metavar="FILE", help="Ignore findings listed in FILE.")
-@click.option("--write-baseline", metavar="FILE", help="Write all findings into FILE, and pass.")
 @click.option("--cpus", type=click.IntRange(min=1), help="CPUs of each rank, for HT308.")
 @click.option("--stdin", is_flag=True, help="Check standard input, for editors.")
 @click.option("--stdin-filename", metavar="NAME", help="File name of the standard input.")
@@ -141,8 +128,6 @@ def command(
         raise click.UsageError("name a PATH, or give a program at --stdin.")
     if flags["stdin_filename"] and not flags["stdin"]:
         raise click.UsageError("--stdin-filename is for --stdin; add it.")
-    if flags["baseline"] and flags["write_baseline"]:
-        raise click.UsageError("--baseline reads and --write-baseline writes; take one.")
     run = _Lint(RuleChoice(select, ignore), flags["cpus"], fix=flags["fix"], diff=flags["diff"])
     if flags["stdin"]:
         run.take_stdin(flags["stdin_filename"] or _STDIN)
@@ -150,11 +135,6 @@ def command(
         run.take_files(paths)
     if run.printed:
         return
-    if flags["write_baseline"]:
-        run.write_baseline(Path(flags["write_baseline"]))
-        return
-    if flags["baseline"]:
-        run.forget_known(Path(flags["baseline"]))
     run.show(level or ("info" if select else "warning"), as_json=as_json)
     run.conclude(strict=flags["strict"])
 
@@ -232,29 +212,6 @@ class _Lint:
                     self.findings.append(unreadable(name, str(error)))
         self.findings += findings
 
-    def _relative(self, beside: Path) -> list[LintFinding]:
-        """The findings with paths as seen from a baseline's folder."""
-        folder = beside.resolve().parent
-        return [
-            replace(one, path=Path(os.path.relpath(Path(one.path).resolve(), folder)).as_posix())
-            for one in self.findings
-        ]
-
-    def write_baseline(self, path: Path) -> None:
-        """Write what was found."""
-        replace_text(path, baseline_text(self._relative(path)))
-        number = len(self.findings)
-        verb = "is" if number == 1 else "are"
-        text = f"{count(number, 'finding')} in {count(self.files, 'file')}"
-        click.echo(f"{path}: {text} {verb} known now")
-
-    def forget_known(self, path: Path) -> None:
-        """Leave out what a baseline knows."""
-        baseline = _known(path)
-        relative = self._relative(path)
-        places = {id(one): original for one, original in zip(relative, self.findings, strict=True)}
-        self.findings = [places[id(one)] for one in beyond_baseline(relative, baseline)]
-
     def show(self, level: str, *, as_json: bool) -> None:
         """Print what was found, from a level on."""
         shown_levels = _LEVELS[: _LEVELS.index(level) + 1]
@@ -287,15 +244,6 @@ class _Lint:
         if failing:
             files = len({one.path for one in failing})
             raise ChecksFailed(summary(failing, files, 0))
-
-
-def _known(path: Path) -> Counter[tuple[str, str, str]]:
-    try:
-        return read_baseline(read_text(path), str(path))
-    except FileNotFoundError:
-        raise NotFound(f"{path} is not there; make it by --write-baseline") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _plain(text: str) -> str:

@@ -2,15 +2,13 @@
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
-where it stands alone, and a file has known findings. HT002 reports a comment
-that hides nothing.
+where it stands alone. HT002 reports a comment that hides nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import json
 import re
 import tokenize
 from collections import Counter
@@ -27,7 +25,7 @@ from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax, apply_edits
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -241,7 +239,6 @@ _COMMENT = re.compile(r"#\s*hpctrain:\s*ignore\b[:\s]*(?P<codes>[^#]*)")
 _CODE = re.compile(r"HT\d{3}")
 _MARK = "hpctrain:"
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -308,50 +305,3 @@ def _idle(text: str, path: str, comment: IgnoreComment, codes: list[str]) -> Lin
     return LintFinding(
         RULES["HT002"], path, comment.line, column, comment.line, message, line.strip()
     )
-
-
-def baseline_text(findings: Iterable[LintFinding]) -> str:
-    """A file of known findings: by rule and source line, since line numbers move."""
-    counts = Counter((one.path, one.rule.code, one.evidence) for one in findings)
-    rows = [
-        {"path": path, "code": code, "evidence": evidence, "count": count}
-        for (path, code, evidence), count in sorted(counts.items())
-    ]
-    return json.dumps({"version": VERSION, "findings": rows}, indent=1) + "\n"
-
-
-def read_baseline(text: str, name: str) -> Counter[tuple[str, str, str]]:
-    """How often each known finding is known.
-
-    Raises:
-        UsageError: it is no such file.
-    """
-    try:
-        value = json.loads(text)
-        if value["version"] != VERSION:
-            raise UsageError(f"{name} is a baseline of version {value['version']}; write it anew")
-        return Counter(
-            {
-                (str(row["path"]), str(row["code"]), str(row["evidence"])): int(row["count"])
-                for row in value["findings"]
-            }
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UsageError(
-            f"{name} is no baseline of hpctrain lint; make one by --write-baseline"
-        ) from None
-
-
-def beyond_baseline(
-    findings: Iterable[LintFinding], baseline: Counter[tuple[str, str, str]]
-) -> list[LintFinding]:
-    """What the baseline does not know; of five alike, of which it knows three, the last two."""
-    left = Counter(baseline)
-    fresh: list[LintFinding] = []
-    for finding in findings:
-        key = (finding.path, finding.rule.code, finding.evidence)
-        if left[key] > 0:
-            left[key] -= 1
-        else:
-            fresh.append(finding)
-    return fresh

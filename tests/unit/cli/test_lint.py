@@ -98,19 +98,6 @@ def test_json_has_every_finding(program, capsys):
     assert finding["docs"] == "docs/check.md#ht101"
 
 
-def test_a_baseline_lets_what_is_known_pass(program, capsys):
-    name = program(HANGS)
-
-    assert main(["lint", name, "--write-baseline", "lint.json"]) == 0
-    assert capsys.readouterr().out == "lint.json: 1 finding in 1 file is known now\n"
-    assert main(["lint", name, "--baseline", "lint.json"]) == 0
-    program("x = 1\n" + HANGS + "if dist.get_rank() == 1:\n    dist.all_reduce(t)\n")
-    assert main(["lint", name, "--baseline", "lint.json"]) == 3
-    assert "all_reduce" in capsys.readouterr().out
-    assert main(["lint", name, "--baseline", "none.json"]) == 4
-    assert main(["lint", name, "--baseline", name]) == 2
-
-
 def test_editors_give_a_program_at_stdin(program, capsys, monkeypatch):
     program("")
 
@@ -134,7 +121,6 @@ def test_editors_give_a_program_at_stdin(program, capsys, monkeypatch):
         (["train.py", "--stdin-filename", "x"], 2, "--stdin-filename is for --stdin; add it."),
         (["--explain", "HT999"], 4, "there is no rule HT999"),
         (["empty"], 4, "no program and no configuration in empty"),
-        (["train.py", "--baseline", "a", "--write-baseline", "b"], 2, "take one"),
     ],
 )
 def test_wrong_usage_is_one_line(program, capsys, argv, code, said):
