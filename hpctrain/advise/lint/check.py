@@ -1,4 +1,4 @@
-"""From the text of a file to its findings, and to the text without those that can be fixed.
+"""From the text of a file to its findings.
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
@@ -7,16 +7,14 @@ where it stands alone. HT002 reports a comment that hides nothing.
 
 from __future__ import annotations
 
-import functools
 import io
 import re
 import tokenize
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.arguments import check_arguments, check_legacy
+from hpctrain.advise.lint.arguments import check_arguments
 from hpctrain.advise.lint.deepspeed_config import check_deepspeed, check_initialize
 from hpctrain.advise.lint.divergence import check_divergence
 from hpctrain.advise.lint.loading import check_loading, check_saving
@@ -24,15 +22,13 @@ from hpctrain.advise.lint.patterns import check_patterns
 from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
 from hpctrain.advise.lint.rule import RULES, LintFinding
-from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax, apply_edits
+from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from hpctrain.advise.lint.folder import LintFolder
-
-    Check = Callable[[ProgramFacts], Iterator[LintFinding]]
 
 SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
@@ -41,13 +37,9 @@ _CHECKS = (
     check_patterns,
     check_precision,
     check_loading,
-    check_legacy,
     check_saving,
     check_initialize,
 )
-_FIXING = (check_patterns, check_legacy)
-"""Those whose rules have edits."""
-_MOST_ROUNDS = 8
 _TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
 
 
@@ -83,71 +75,38 @@ def check_text(
 ) -> list[LintFinding]:
     """Return all findings in a file's text, in its order.
 
-    A finding has edits only where `fixed_text` applies them. `path` also says what kind of file it
-    is. `cpus` are those of each rank, if known. Imports are followed into the files of `folder`.
+    `path` also says what kind of file it is. `cpus` are those of each rank, if known. Imports are
+    followed into the files of `folder`.
     """
-    findings = _found(text, path, choice, cpus=cpus, folder=folder)
-    if not any(one.edits for one in findings):
-        return findings
-    kept = _counts(findings) - _left_by_edits(text, path, choice, findings)
-    return [one if kept[one.rule.code] else replace(one, edits=()) for one in findings]
-
-
-def _left_by_edits(
-    text: str, path: str, choice: RuleChoice, findings: list[LintFinding]
-) -> Counter[str]:
-    """Return how many findings of each rule are left after `--fix`."""
-    edits = [edit for one in findings for edit in one.edits]
-    left = _found(apply_edits(text, edits), path, choice, checks=_FIXING)
-    if any(one.edits for one in left) or _counts(left) - _counts(findings):
-        left = _found(fixed_text(text, path, choice), path, choice, checks=_FIXING)
-    return _counts(left)
-
-
-def _found(
-    text: str,
-    path: str,
-    choice: RuleChoice,
-    *,
-    cpus: int | None = None,
-    folder: LintFolder | None = None,
-    checks: Sequence[Check] | None = None,
-) -> list[LintFinding]:
     name = PurePath(path).name
     if name.endswith(".json"):
         findings = _check_json(text, path, is_named=folder is not None and folder.names(path))
     elif name.endswith(".toml"):
         findings = _check_settings(text, path)
     else:
-        facts_of = functools.partial(ProgramFacts, cpus=cpus, folder=folder)
-        findings = _check_program(text, path, choice, facts_of, checks or _CHECKS)
-    return sorted(
-        {one: None for one in findings if choice.takes(one.rule.code)}, key=lambda one: one.place
-    )
+        findings = _check_program(text, path, choice, cpus, folder)
+    kept = dict.fromkeys(one for one in findings if choice.takes(one.rule.code))
+    return sorted(kept, key=lambda one: one.place)
 
 
 def _check_program(
-    text: str,
-    path: str,
-    choice: RuleChoice,
-    facts_of: Callable[[ProgramSyntax], ProgramFacts],
-    checks: Sequence[Check],
+    text: str, path: str, choice: RuleChoice, cpus: int | None, folder: LintFolder | None
 ) -> list[LintFinding]:
     try:
-        facts = facts_of(ProgramSyntax(text, path))
+        facts = ProgramFacts(ProgramSyntax(text, path), cpus, folder)
     except NotPython as error:
         code = "HT003" if error.is_newer else "HT001"
         return [replace(unreadable(path, str(error), error.line), rule=RULES[code])]
-    findings_of_rules: set[LintFinding] = set()
-    for check in checks:
+    findings: set[LintFinding] = set()
+    for check in _CHECKS:
         try:
-            findings_of_rules.update(one for one in check(facts) if choice.takes(one.rule.code))
+            findings.update(one for one in check(facts) if choice.takes(one.rule.code))
         except RecursionError:
-            findings_of_rules.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
-    if facts.folder is not None:
-        facts.folder.learn(facts.syntax)
-    findings = sorted(findings_of_rules, key=lambda one: one.place)
-    return list(_without_ignored(text, path, findings, every_rule=choice.all_rules))
+            findings.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
+    if folder is not None:
+        folder.learn(facts.syntax)
+    in_order = sorted(findings, key=lambda one: one.place)
+    return list(_without_ignored(text, path, in_order, every_rule=choice.all_rules))
 
 
 def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
@@ -193,46 +152,6 @@ def _check_settings(text: str, path: str) -> list[LintFinding]:
         message = str(error)[where.end() :] if where else str(error)
         return [LintFinding(RULES["HT708"], path, line, int(line > 0), line, message, evidence)]
     return []
-
-
-def fixed_text(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
-    """The text after all certain changes; itself where one of them would not hold.
-
-    It holds where the new text can be read, the finding is gone and nothing new is found.
-    """
-    for _ in range(_MOST_ROUNDS):
-        findings = _found(text, path, choice)
-        changed = text
-        for finding in findings:
-            if not finding.edits:
-                continue
-            alike = [other for other in findings if other.edits and other.rule is finding.rule]
-            for group in (alike, [finding]):
-                candidate = apply_edits(text, [edit for other in group for edit in other.edits])
-                if _is_better(findings, _found(candidate, path, choice), finding):
-                    changed = candidate
-                    break
-            if changed != text:
-                break
-        if changed == text:
-            break
-        text = changed
-    return text
-
-
-def _is_better(
-    before: Collection[LintFinding], after: Iterable[LintFinding], finding: LintFinding
-) -> bool:
-    """Whether there are fewer of that rule, and of no rule more."""
-    counts = _counts(before)
-    later = _counts(after)
-    return later[finding.rule.code] < counts[finding.rule.code] and all(
-        number <= counts[code] for code, number in later.items()
-    )
-
-
-def _counts(findings: Iterable[LintFinding]) -> Counter[str]:
-    return Counter(one.rule.code for one in findings)
 
 
 _COMMENT = re.compile(r"#\s*hpctrain:\s*ignore\b[:\s]*(?P<codes>[^#]*)")

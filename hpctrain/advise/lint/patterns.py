@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.lint.arguments import rank_origin
 from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only
-from hpctrain.advise.lint.rule import ROWS, LintFinding, SourceEdit
-from hpctrain.advise.lint.syntax import constant, insert_argument, is_vendors, keyword, last, span
+from hpctrain.advise.lint.rule import ROWS, LintFinding
+from hpctrain.advise.lint.syntax import constant, is_vendors, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -153,16 +153,13 @@ class CallPattern:
     place: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()  # one of these identifiers is in the program
     mentions_not: tuple[str, ...] = ()  # none of these is
+    calls_not: tuple[str, ...] = ()  # none of these dotted names is called
     says_not: tuple[str, ...] = ()  # none of these texts is in the program
     imports_not: tuple[str, ...] = ()  # nothing of these packages is imported
     names_not: str = ""  # a regex that no identifier in small letters has
     texts_not: str = ""  # a regex that no text in small letters has
     first: bool = False  # report only the first place of a program
     at: str = ""  # the argument that is shown instead of the call
-    insert: str = ""  # `--fix` puts this before the first argument
-    rename: str = ""  # `--fix` gives the call this last name
-    # it does so only with these keywords and at most one argument without one
-    plain: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, code: str, row: dict[str, Any]) -> CallPattern:
@@ -185,6 +182,7 @@ class CallPattern:
             all(_holds(word, lambda fact: _FILE_FACTS[fact](facts)) for word in self.file)
             and (not self.mentions or facts.mentions(*self.mentions))
             and not (self.mentions_not and facts.mentions(*self.mentions_not))
+            and facts.called.isdisjoint(self.calls_not)
             and not any(facts.says(text) for text in self.says_not)
             and not (self.imports_not and facts.syntax.imports_any(*self.imports_not))
             and not (self.names_not and re.search(self.names_not, facts.all_names))
@@ -196,21 +194,6 @@ class CallPattern:
         return all(
             _holds(word, lambda fact: _PLACE_FACTS[fact](facts, node)) for word in self.place
         )
-
-    def edits(self, facts: ProgramFacts, call: ast.Call) -> tuple[SourceEdit, ...]:
-        """What `--fix` changes."""
-        if self.insert:
-            return insert_argument(facts.syntax, call, self.insert)
-        if not self.rename or not isinstance(call.func, ast.Attribute):
-            return ()
-        if self.plain is not None and (
-            len(call.args) > 1
-            or any(isinstance(one, ast.Starred) for one in call.args)
-            or not {one.arg for one in call.keywords} <= {*self.plain}
-        ):
-            return ()
-        _, end = span(facts.syntax, call.func)
-        return (SourceEdit(end - len(call.func.attr.encode()), end, self.rename),)
 
 
 def _holds(word: str, fact: Callable[[str], bool]) -> bool:
@@ -265,16 +248,14 @@ def check_patterns(facts: ProgramFacts, table: PatternTable | None = None) -> It
             continue
         fits[key] = not pattern.first
         where: ast.AST = node
-        edits: tuple[SourceEdit, ...] = ()
         shown = literal
         if isinstance(node, ast.Call) and pattern.call:
-            edits = pattern.edits(facts, node)
             tested = pattern.args[0].value(node) if pattern.args else None
             text = constant(tested)
             shown = text if isinstance(text, str) else facts.syntax.code(tested) if tested else ""
             where = (keyword(node, pattern.at) or node) if pattern.at else node
         message = pattern.message.replace("{name}", name).replace("{value}", shown)
-        yield facts.finding(pattern.code, where, message, edits)
+        yield facts.finding(pattern.code, where, message)
 
 
 def _places(

@@ -33,9 +33,8 @@ def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[st
     With `explained`, its rule's reason and remedy have been shown already.
     """
     rule = finding.rule
-    mends = "  [--fix]" if finding.edits else ""
     place = f"{finding.path}:{finding.line}:{finding.column}" if finding.line else finding.path
-    yield f"{place}  {rule.code} {rule.level}  {finding.message}{mends}", rule.level
+    yield f"{place}  {rule.code} {rule.level}  {finding.message}", rule.level
     if finding.evidence:
         source = _CONTROL.sub(" ", finding.evidence)
         yield f"  {finding.line:>5} | {source}", ""

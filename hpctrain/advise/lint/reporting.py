@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.collectives import CollectiveCalls, is_distributed
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.dependence import RANKS, Dependence
-from hpctrain.advise.lint.rule import RULES, LintFinding, SourceEdit
+from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.advise.lint.syntax import NAMES, LintScope, ProgramSyntax, last_attribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from hpctrain.advise.lint.folder import LintFolder, ModuleSummary
 
@@ -87,6 +87,11 @@ class ProgramFacts:
         """All texts in small letters, in lines of their own."""
         return "\n".join(str(one.value) for one in self.strings).lower()
 
+    @cached_property
+    def called(self) -> frozenset[str]:
+        """The dotted names of all calls."""
+        return frozenset(self.syntax.dotted(call.func) for call in self.syntax.calls)
+
     def imports_where(self, holds: Callable[[ModuleSummary], bool]) -> bool:
         """Return whether it holds for a module of the folder, imported here or there by `*`."""
         if self.folder is None:
@@ -123,9 +128,7 @@ class ProgramFacts:
                     words.add(node.arg)
         return frozenset(words)
 
-    def finding(
-        self, code: str, node: ast.AST, message: str, edits: Iterable[SourceEdit] = ()
-    ) -> LintFinding:
+    def finding(self, code: str, node: ast.AST, message: str) -> LintFinding:
         """A finding at a node."""
         line = getattr(node, "lineno", 0)
         text = self.syntax.line(line)
@@ -138,7 +141,6 @@ class ProgramFacts:
             end_line=getattr(node, "end_lineno", None) or line,
             message=message,
             evidence=text.strip(),
-            edits=tuple(edits),
         )
 
 

@@ -1,21 +1,14 @@
 """A program's text, and its syntax tree with what all rules need: names, functions, calls.
 
-The text is read in the encoding that it names, changed in places, and written back. Names are
-followed through imports to where they come from: `dist.barrier` is `torch.distributed.barrier`
-whatever the program calls the module.
+Names are followed through imports to where they come from: `dist.barrier` is
+`torch.distributed.barrier` whatever the program calls the module.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import io
-import os
 import re
-import shutil
 import sys
-import tempfile
-import tokenize
 import tomllib
 import warnings
 from dataclasses import dataclass, field
@@ -23,12 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.advise.lint.rule import SourceEdit
-from hpctrain.core.base.files import NotText
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 _Node = TypeVar("_Node", bound=ast.AST)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -364,80 +355,3 @@ def last(dotted: str) -> str:
 def given(node: ast.AST | None) -> bool:
     """Whether an argument is there and is not a literal None."""
     return node is not None and not (isinstance(node, ast.Constant) and node.value is None)
-
-
-_UTF8 = frozenset({"utf-8", "utf-8-sig"})
-
-
-def write_source(path: Path, text: str) -> None:
-    """Put a fixed text in a file's place, with its permissions; a link stays a link.
-
-    Raises:
-        OSError: it could not be written, in the name of the file, which is as it was.
-        NotText: the file is not in UTF-8, or has changed meanwhile.
-    """
-    place = path.resolve()
-    raw = place.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-    if encoding not in _UTF8:
-        raise NotText(f"is {encoding} text; --fix writes UTF-8 only")
-    descriptor, staged = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode(encoding))
-        shutil.copymode(place, staged)
-        Path(staged).replace(place)
-    except OSError as error:
-        Path(staged).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-# ---- changes: where they go in bytes, and how several are made at once
-
-
-def span(syntax: ProgramSyntax, node: ast.expr | ast.alias) -> tuple[int, int]:
-    """The bytes of a node, from and to."""
-    offsets = syntax.offsets
-    end_line = node.end_lineno or node.lineno
-    start = offsets[node.lineno - 1] + node.col_offset
-    return start, offsets[end_line - 1] + (node.end_col_offset or 0)
-
-
-def replace_node(syntax: ProgramSyntax, node: ast.expr | ast.alias, text: str) -> SourceEdit:
-    """Another text in a node's place."""
-    return SourceEdit(*span(syntax, node), text)
-
-
-def insert_argument(syntax: ProgramSyntax, call: ast.Call, text: str) -> tuple[SourceEdit, ...]:
-    """A new first argument; nothing if the call's bracket is not certain."""
-    raw = syntax.raw
-    place = span(syntax, call.func)[1]
-    if raw[place : place + 1] != b"(":
-        return ()
-    place += 1
-    has_more = bool(call.args or call.keywords)
-    return (SourceEdit(place, place, f"{text}, " if has_more else text),)
-
-
-def apply_edits(text: str, edits: Iterable[SourceEdit]) -> str:
-    """The text with all edits that do not overlap, each once."""
-    raw = text.encode()
-    parts: list[bytes] = []
-    place = 0
-    for edit in sorted(set(edits)):
-        if edit.start < place:
-            continue
-        parts += [raw[place : edit.start], edit.text.encode()]
-        place = edit.end
-    parts.append(raw[place:])
-    return b"".join(parts).decode()
-
-
-def as_diff(before: str, after: str, path: str) -> str:
-    """What changes, as `diff -u` shows it."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )

@@ -74,19 +74,6 @@ def test_rules_are_chosen_by_the_beginnings_of_their_codes(program, capsys):
     assert "no rule's code begins with HT9" in capsys.readouterr().err
 
 
-def test_diff_shows_and_fix_changes(program, capsys):
-    name = program(WARNS)
-
-    assert main(["lint", name, "--fix", "--diff"]) == 0
-    out = capsys.readouterr().out
-    assert '+scaler = torch.amp.GradScaler("cuda")\n' in out
-    assert Path(name).read_text() == WARNS
-
-    assert main(["lint", name, "--fix"]) == 0
-    assert Path(name).read_text() == 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
-    assert capsys.readouterr().out == "nothing found in 1 file\n"
-
-
 def test_json_has_every_finding(program, capsys):
     assert main(["lint", program(HANGS), "--json"]) == 3
 
@@ -108,8 +95,8 @@ def test_editors_give_a_program_at_stdin(program, capsys, monkeypatch):
     assert main(["lint", "--stdin", "--stdin-filename", "src/t.py"]) == 3
     assert capsys.readouterr().out.startswith("src/t.py:3:5  HT101")
     give(WARNS)
-    assert main(["lint", "--stdin", "--fix"]) == 0
-    assert capsys.readouterr().out == 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+    assert main(["lint", "--stdin"]) == 0
+    assert capsys.readouterr().out.startswith("<stdin>:2:10  HT401")
 
 
 @pytest.mark.parametrize(

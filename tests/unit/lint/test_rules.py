@@ -98,7 +98,13 @@ def test_a_pattern_that_is_switched_off_is_missed(number):
 
 def without_a_condition():
     """Each pattern with one of its conditions left out: an argument, a word, a whole list."""
-    nothing = {"mentions": (), "mentions_not": (), "says_not": (), "imports_not": ()}
+    nothing = {
+        "mentions": (),
+        "mentions_not": (),
+        "calls_not": (),
+        "says_not": (),
+        "imports_not": (),
+    }
     nothing |= {"names_not": "", "texts_not": "", "value": None, "by_default": False}
     for number, pattern in enumerate(PATTERNS):
         for key in ("args", "file", "place"):
