@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from hpctrain.advise.lint.check import check_text
-from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.folder import files_to_check
 from hpctrain.core.base.files import NotText, read_source
 
 TOP = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.advise.lint.check import RuleChoice, check_text, unreadable
-from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.folder import files_to_check
 from hpctrain.advise.lint.render import finding_lines, findings_plain, summary
 from hpctrain.advise.lint.rule import LEVELS, RULES, LintFinding
 from hpctrain.cli.options import json_option

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.collectives import always_comes_to
@@ -22,15 +21,16 @@ if TYPE_CHECKING:
     from hpctrain.advise.lint.reporting import ProgramFacts
     from hpctrain.advise.lint.rule import LintFinding
 
-_OF_TENSORS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor"})
-_HOME = "torch.distributed."
-_PLAIN_CALLS = frozenset({"int", "float", "bool", "len", "str", "sum", "round"})
+_OF_TENSORS = frozenset(
+    f"torch.distributed.{name}"
+    for name in ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor")
+)
+_PLAIN_CALLS = frozenset({"int", "float", "bool", "len", "str"})
 _READERS = frozenset({"item", "tolist"})
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"})
 _DEVICE_CALLS = frozenset(
     {"torch.cuda.set_device", "torch.device", "torch.accelerator.set_device_index"}
 )
-_TEMPLATE = re.compile(r"cuda:")
 
 
 def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -38,29 +38,22 @@ def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
     for call in facts.syntax.calls:
         yield from _device(facts, call)
         dotted = facts.syntax.dotted(call.func)
-        name = last(dotted)
-        if dotted != _HOME + name:
+        value = call.args[0] if call.args else keyword(call, "tensor")
+        if dotted not in _OF_TENSORS or value is None:
             continue
-        if name in _OF_TENSORS:
-            yield from _no_tensor(facts, call, name)
-            yield from _passed_in(facts, call, name)
+        if kind := _plain_kind(facts, value):
+            message = (
+                f"{last(dotted)}() takes a tensor, and {facts.syntax.code(value, 40)} is {kind}"
+            )
+            yield facts.finding("HT103", call, message)
+        elif isinstance(value, ast.Name):
+            yield from _passed_in(facts, call, value)
 
 
-def _no_tensor(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
-    value = call.args[0] if call.args else keyword(call, "tensor")
-    if value is None:
-        return
-    kind = _plain_kind(facts, value)
-    if kind:
-        text = facts.syntax.code(value, 40)
-        yield facts.finding("HT103", call, f"{name}() takes a tensor, and {text} is {kind}")
-
-
-def _passed_in(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
+def _passed_in(facts: ProgramFacts, call: ast.Call, value: ast.Name) -> Iterator[LintFinding]:
     """A parameter that some caller in this file gives what is no tensor."""
-    value = call.args[0] if call.args else keyword(call, "tensor")
     scope = facts.syntax.scope_of[call]
-    if not isinstance(value, ast.Name) or value.id not in scope.parameters or scope.owner:
+    if value.id not in scope.parameters or scope.owner:
         return
     stored = any(
         one.id == value.id and isinstance(one.ctx, ast.Store) for one in scope.of(ast.Name)
@@ -72,6 +65,7 @@ def _passed_in(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintF
         kind = _plain_kind(facts, passed) if passed is not None else ""
         if passed is not None and kind:
             given = f"{facts.syntax.code(passed, 40)}, which {scope.name}() hands it, is {kind}"
+            name = last(facts.syntax.dotted(call.func))
             yield facts.finding("HT103", other, f"{name}() takes a tensor, and {given}")
 
 
@@ -86,10 +80,7 @@ def _plain_kind(  # noqa: PLR0911 - a line per kind
     if isinstance(node, ast.Call):
         if last_attribute(node) in _READERS and not node.args:
             return "a Python number"
-        builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS - {
-            "sum",
-            "round",
-        }
+        builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS
         return "a Python value" if builtin else ""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return "a bool"
@@ -103,7 +94,7 @@ def _compares_plain(node: ast.Compare) -> bool:
     if all(isinstance(one, ast.In | ast.NotIn | ast.Is | ast.IsNot) for one in node.ops):
         return True
     left = ast.unparse(node.left.func) if isinstance(node.left, ast.Call) else ""
-    return last(left) in _PLAIN_CALLS | _READERS
+    return last(left) in _PLAIN_CALLS | _READERS | {"sum", "round"}
 
 
 def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
@@ -152,7 +143,7 @@ def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     for value in values:
         parts = [value]
         if isinstance(value, ast.JoinedStr):
-            if not any(_TEMPLATE.match(str(constant(one))) for one in value.values[:1]):
+            if not any(str(constant(one)).startswith("cuda:") for one in value.values[:1]):
                 continue
             parts = [one.value for one in value.values if isinstance(one, ast.FormattedValue)]
         if any(rank_origin(facts, part) == "global" for part in parts):

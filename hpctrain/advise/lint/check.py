@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.folder import LintFolder
 
-SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
     check_divergence,
     check_arguments,

@@ -10,7 +10,7 @@ import ast
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.syntax import (
@@ -29,7 +29,8 @@ from hpctrain.advise.lint.syntax import (
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from pathlib import Path
+
+    from hpctrain.advise.lint.folder import LintFolder
 
 _MAKERS = frozenset({"new_group", "new_subgroups", "init_device_mesh", "split_group"})
 """What every rank must call, also those that are in none of the groups that it makes."""
@@ -69,27 +70,9 @@ FSDP_NAMES = frozenset({"FullyShardedDataParallel", "fully_shard", "FSDP"})
 
 
 @dataclass(frozen=True)
-class MadeCollective:
-    """The collective that a function of another module makes."""
-
-    name: str
-    line: int
-    certain: bool
-    """Whether each call of the function comes to it."""
-
-
-class ImportedFunctions(Protocol):
-    """What is known of functions that a program imports: `folder.LintFolder`."""
-
-    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
-        """Return the collective that an imported function makes."""
-
-
-@dataclass(frozen=True)
 class CollectiveCall:
-    """A call that all ranks must make."""
+    """A collective to which a call comes, or each call of a function."""
 
-    node: ast.Call
     name: str
     via: str = ""
     """The program's own function that makes it; the call is that function's then."""
@@ -114,11 +97,18 @@ class CollectiveCall:
 class CollectiveCalls:
     """The collectives of a program."""
 
-    def __init__(self, syntax: ProgramSyntax, folder: ImportedFunctions | None = None) -> None:
+    def __init__(self, syntax: ProgramSyntax, folder: LintFolder | None = None) -> None:
         """Find out which functions make any, through three levels of calls."""
         self.syntax = syntax
         self.folder = folder
-        self.worlds = _mpi_worlds(syntax)
+        self.worlds = {
+            ast.unparse(target)
+            for scope in syntax.scopes
+            for node in scope.of(ast.Assign)
+            if syntax.dotted(node.value) == _MPI_WORLD
+            for target in node.targets
+        }
+        """Names that are given mpi4py's communicator of all ranks."""
         self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
         """Whether ranks may stay away from Horovod's collectives, as join() allows."""
         self.sharded = self._targets_of(*FSDP_NAMES, "state_dict_type")
@@ -129,7 +119,7 @@ class CollectiveCalls:
             if name:
                 certain = name not in _STATE_CALLS or any(map(self._is_sharded, call.args[:1]))
                 certain = certain and not self._is_library_save(call, name)
-                self.direct[call] = CollectiveCall(call, name, is_certain=certain)
+                self.direct[call] = CollectiveCall(name, is_certain=certain)
 
     @cached_property
     def made_by(self) -> dict[LintScope, CollectiveCall]:
@@ -256,7 +246,7 @@ class CollectiveCalls:
                 line = made.line or call.lineno
                 if scope not in makers or certain:
                     makers[scope] = CollectiveCall(
-                        made.node, made.name, scope.name, line, certain, made.is_elsewhere
+                        made.name, scope.name, line, certain, made.is_elsewhere
                     )
                 if certain:
                     break
@@ -274,17 +264,12 @@ class CollectiveCalls:
             return direct
         inner = self.syntax.resolve(call, scope)
         if inner is not None:
-            made = calls_of.get(inner) if inner is not scope else None
-            return None if made is None else replace(made, node=call)
+            return calls_of.get(inner) if inner is not scope else None
         if self.folder is None or not self.syntax.is_imported(call.func):
             return None
         dotted = self.syntax.dotted(call.func)
         other = self.folder.collective_of(self.syntax.path, dotted)
-        if other is None:
-            return None
-        return CollectiveCall(
-            call, other.name, last(dotted), other.line, other.certain, is_elsewhere=True
-        )
+        return other and replace(other, via=last(dotted), is_elsewhere=True)
 
 
 def always_comes_to(
@@ -368,17 +353,6 @@ def asks_for_several(test: ast.AST, scope: LintScope) -> bool:
     if not (names - attributes).isdisjoint(scope.parameters):
         return False
     return "rank" not in text and any(word in text for word in SEVERAL)
-
-
-def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:
-    """Names that are given mpi4py's communicator of all ranks."""
-    return {
-        ast.unparse(target)
-        for scope in syntax.scopes
-        for node in scope.of(ast.Assign)
-        if syntax.dotted(node.value) == _MPI_WORLD
-        for target in node.targets
-    }
 
 
 def is_distributed(syntax: ProgramSyntax) -> bool:

@@ -1,4 +1,4 @@
-"""The files of a checked folder: which collectives their functions make, and what they name.
+"""The files that are checked, the collectives that their functions make, and what they name.
 
 Of each module a summary is kept and its syntax tree forgotten, so that a large folder takes little
 memory. Links to folders are not followed, so that no circle of them is walked.
@@ -12,16 +12,20 @@ import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.collectives import CollectiveCalls, MadeCollective, always_comes_to
+from hpctrain.advise.lint.collectives import CollectiveCall, CollectiveCalls, always_comes_to
+from hpctrain.advise.lint.deepspeed_config import is_deepspeed, parse_json
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
 from hpctrain.core.base.files import NotText, read_source
+from hpctrain.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+SETTINGS_NAME = "hpctrain.toml"
 PASSED_OVER = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
 )
@@ -42,7 +46,7 @@ class ModuleSummary:
     path: Path
     imports: dict[str, str] = field(default_factory=dict)
     starred: list[str] = field(default_factory=list)
-    direct: dict[str, MadeCollective | None] = field(default_factory=dict)
+    direct: dict[str, CollectiveCall | None] = field(default_factory=dict)
     """The collective of each function, as far as it was looked for."""
     calls: dict[str, list[tuple[str, int, bool]]] = field(default_factory=dict)
     """Of each function the functions that it calls, their lines, and whether it always does."""
@@ -64,7 +68,7 @@ class LintFolder:
         self._modules: dict[Path, ModuleSummary | None] = {}
         self._places: dict[Path, Path | None] = {}
 
-    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
+    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> CollectiveCall | None:
         """Return the collective that a function of the folder makes.
 
         `dotted` is its name as the file `path`, which calls it, imports it. `depth` functions were
@@ -85,10 +89,10 @@ class LintFolder:
         if path not in self._modules:
             self._modules[path] = _summary(path, syntax)
 
-    def _made_in(self, module: ModuleSummary, name: str, depth: int) -> MadeCollective | None:
+    def _made_in(self, module: ModuleSummary, name: str, depth: int) -> CollectiveCall | None:
         if name in module.direct:
             return module.direct[name]
-        result: MadeCollective | None = None
+        result: CollectiveCall | None = None
         module.direct[name] = None  # under way: a function may call itself through others
         origins = [(module.imports[name], 0, True)] if name in module.imports else []
         origins += [(f"{origin}.{name}", 0, True) for origin in module.starred]
@@ -97,8 +101,10 @@ class LintFolder:
                 inner = self.collective_of(module.path, dotted, depth + 1)
             else:
                 inner = self._made_in(module, dotted, depth + 1)
-            if inner is not None and (result is None or not result.certain):
-                result = MadeCollective(inner.name, line or inner.line, certain and inner.certain)
+            if inner is not None and (result is None or not result.is_certain):
+                result = CollectiveCall(
+                    inner.name, line=line or inner.line, is_certain=certain and inner.is_certain
+                )
         module.direct[name] = result
         return result
 
@@ -141,20 +147,23 @@ class LintFolder:
 
     @cached_property
     def _named(self) -> frozenset[str]:
-        return frozenset(name for path in self._launchers() for name in _named_in(path))
+        files = _walk(self.root, is_whole=self.is_whole)
+        launchers = islice((one for one in files if one.name.endswith(_LAUNCHERS)), _MOST_LAUNCHERS)
+        return frozenset(name for path in launchers for name in _named_in(path))
 
-    def _launchers(self) -> Iterator[Path]:
-        number = 0
-        for root, folders, files in os.walk(self.root):
-            folders[:] = sorted(
-                one for one in folders if not one.startswith(".") and one not in PASSED_OVER
-            )
-            if not self.is_whole:
-                folders.clear()
-            for name in sorted(files):
-                if name.endswith(_LAUNCHERS) and number < _MOST_LAUNCHERS:
-                    number += 1
-                    yield Path(root, name)
+
+def _walk(
+    folder: Path, say: Callable[[str], None] = lambda _: None, *, is_whole: bool = True
+) -> Iterator[Path]:
+    """Yield the files of a folder in order; unless `is_whole`, only those directly in it."""
+
+    def passed_over(error: OSError) -> None:
+        say(f"{error.filename} is passed over: {error.strerror}")
+
+    for root, folders, files in os.walk(folder, onerror=passed_over):
+        inner = [one for one in folders if not one.startswith(".") and one not in PASSED_OVER]
+        folders[:] = sorted(inner) if is_whole else []
+        yield from (Path(root, name) for name in sorted(files))
 
 
 def _read_summary(path: Path) -> ModuleSummary | None:
@@ -179,8 +188,10 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
             made = direct.get(call)
             certain = always_comes_to(syntax, call, direct) and (made is None or made.is_certain)
             earlier = module.direct.get(name)
-            if made is not None and (earlier is None or not earlier.certain):
-                module.direct[name] = MadeCollective(made.name, call.lineno, certain)
+            if made is not None and (earlier is None or not earlier.is_certain):
+                module.direct[name] = CollectiveCall(
+                    made.name, line=call.lineno, is_certain=certain
+                )
             dotted = syntax.dotted(call.func)
             if dotted and (dotted in syntax.functions or syntax.is_imported(call.func)):
                 calls.append((dotted, call.lineno, certain))
@@ -197,3 +208,52 @@ def _named_in(path: Path) -> set[str]:
         return set()
     lines = text.replace("\\\n", " ").split("\n")
     return {name for line in lines if _NAMING.search(line) for name in _JSON.findall(line)}
+
+
+def files_to_check(
+    paths: Sequence[str], say: Callable[[str], None]
+) -> Iterator[tuple[Path, LintFolder]]:
+    """Yield each file that was named, and of each folder its programs and configurations, once.
+
+    Each comes with the folder whose files are looked at for its imports. `say` is called with each
+    folder that cannot be looked into.
+
+    Raises:
+        NotFound: there is no such file or folder.
+    """
+    seen: set[Path] = set()
+    beside: dict[Path, LintFolder] = {}
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            folder = LintFolder(path)
+            candidates: Iterable[Path] = (
+                one for one in _walk(path, say) if _is_checked(one, folder)
+            )
+        elif os.path.lexists(path):
+            folder = beside.setdefault(path.parent, LintFolder(path.parent, is_whole=False))
+            candidates = [path]
+        else:
+            raise NotFound(f"{name} is not there; check the path")
+        for candidate in candidates:
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate, folder
+
+
+def _checked_in(path: Path, folder: LintFolder, say: Callable[[str], None]) -> Iterator[Path]:
+    return (one for one in _walk(path, say) if _is_checked(one, folder))
+
+
+def _is_checked(path: Path, folder: LintFolder) -> bool:
+    """Whether a file of a folder is a program or a configuration that lint knows.
+
+    A JSON file that cannot be read is nobody's.
+    """
+    if path.suffix != ".json":
+        return path.suffix == ".py" or path.name == SETTINGS_NAME
+    try:
+        value = parse_json(read_source(path))
+    except ValueError:  # NotText among them
+        return False
+    return is_deepspeed(value) or (is_deepspeed(value, is_named=True) and folder.names(path))

@@ -190,8 +190,6 @@ _SAVES = frozenset(
     {"save_checkpoint", "save_model", "save_state", "save_state_dict", "save_pretrained"}
 )
 _SHARDS = (".distcp",)
-_FOLDER_NAME_NUMBER = 2
-"""Steps up which the parts of a path are followed."""
 
 
 def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -286,7 +284,8 @@ def _shared_file(
     facts: ProgramFacts, call: ast.Call, path: ast.expr, does: str = "write"
 ) -> Iterator[LintFinding]:
     """HT601: one file that all ranks write."""
-    if not facts.distributed or not (facts.trains or facts.starts_ranks):
+    joins = facts.syntax.calls_to("init_process_group", "init_distributed")
+    if not facts.distributed or not (facts.trains or any(joins)):
         return
     if facts.syntax.imports_any("deepspeed", "megatron", "accelerate", "lightning"):
         return
@@ -314,23 +313,6 @@ def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:
         and any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
     ]
     return max(values, key=lambda value: value.lineno) if values else node
-
-
-def _by_rank(facts: ProgramFacts, path: ast.expr, depth: int = 0) -> bool:
-    """Whether a path names the rank, as far as its parts can be followed upwards."""
-    value = nearest_value(facts, path)
-    if isinstance(value, ast.Name) or depth > _FOLDER_NAME_NUMBER:
-        return bool(facts.dependence.of(value) & RANKS)
-    for node in ast.walk(value):
-        if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-            continue
-        inner = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
-        followed = [one for one in inner if nearest_value(facts, one) is not one]
-        if not followed and facts.dependence.of(node) & RANKS:
-            return True
-        if isinstance(node, ast.Name) and followed and _by_rank(facts, node, depth + 1):
-            return True
-    return False
 
 
 _OWN_NAMES = re.compile(r"(?i)rank|uuid|pid|mkdtemp|mkstemp|tempfile|hostname|token_")
@@ -383,6 +365,6 @@ def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         return
     text = " ".join(str(one.value) for one in ast.walk(path) if isinstance(one, ast.Constant))
     sharded = any(ending in text for ending in _SHARDS)
-    by_rank = facts.distributed and _by_rank(facts, path)
+    by_rank = facts.distributed and facts.dependence.of(path) & RANKS
     if sharded or by_rank:
         yield facts.finding("HT605", call, f"{facts.syntax.code(path, 40)} is the part of one rank")

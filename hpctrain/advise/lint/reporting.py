@@ -51,11 +51,6 @@ class ProgramFacts:
         return any(is_backward(call) for call in self.syntax.calls)
 
     @cached_property
-    def starts_ranks(self) -> bool:
-        """Whether the program itself joins the other ranks."""
-        return any(True for _ in self.syntax.calls_to("init_process_group", "init_distributed"))
-
-    @cached_property
     def strings(self) -> list[ast.Constant]:
         """All texts of the program."""
         return [
@@ -69,13 +64,6 @@ class ProgramFacts:
     def spawns(self) -> bool:
         """Whether it starts its ranks itself, on one machine, by torch.multiprocessing."""
         return any(True for _ in self.syntax.calls_to("spawn", "start_processes", "Process"))
-
-    @cached_property
-    def on_gpus(self) -> bool:
-        """Whether it brings something to a GPU whatever there is."""
-        return not self.mentions("is_available") and any(
-            not call.args for call in self.syntax.methods("cuda")
-        )
 
     @cached_property
     def all_names(self) -> str:
