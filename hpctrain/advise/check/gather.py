@@ -27,12 +27,12 @@ from hpctrain.advise.check.forecast import (
     CheckList,
     past_saves,
 )
+from hpctrain.advise.lint.render import lint_program
 from hpctrain.cluster.preflight import report as nodes_report
 from hpctrain.cluster.preflight.bounded import Unanswered, bounded
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.cluster.site.schema import Site
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.check import node_range, time_s
 from hpctrain.core.settings.schema import Settings
@@ -41,6 +41,7 @@ from hpctrain.launch.checks import ranks_python
 from hpctrain.launch.preflight import TIMEOUT_S, check_login
 from hpctrain.launch.prepare import Prepared, SubmitRequest, prepare
 from hpctrain.launch.program import (
+    PYTHON_KINDS,
     ProgramImports,
     WantedImport,
     imports_of,
@@ -64,7 +65,6 @@ _STATUS = {
     nodes_report.FAIL: FAIL,
     nodes_report.UNKNOWN: NOT_KNOWN,
 }
-_PYTHON = frozenset({"script", "module"})
 _TOKEN = "check"  # noqa: S105 - stands where a submission's own token stands
 
 
@@ -154,55 +154,24 @@ def _program(
     if entry.kind == "recipe":
         checks.lines.append(CheckLine("lint", OK, "the shipped recipe"))
         return ProgramImports([WantedImport("torch", (), "", 0, is_sure=True)])
-    if entry.kind not in _PYTHON or not entry.path:
+    if entry.kind not in PYTHON_KINDS or not entry.path:
         message = f"{entry.path or entry.module} is no Python file of this machine"
         checks.lines.append(CheckLine("lint", NOT_KNOWN, message))
         return None
     say("lint")
-    path = Path(entry.path)
-    cwd = request.cwd
-    name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
-    findings, line = _lint(path, settings, name)
-    checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
-    if line is not None:
-        checks.lines.append(line)
-    checks.lines += _goes_on(path, entry, settings, name)
-    return imports_of(path, own_folders(entry))
-
-
-def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
-    from hpctrain.advise.lint.check import RuleChoice, check_text
-    from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.render import BEGINS_ANEW
-
-    try:
-        text = read_source(path)
-    except NotText as error:
-        return [], CheckLine("lint", NOT_KNOWN, f"{name} {error}", path=name)
-    without = RuleChoice(ignore=(BEGINS_ANEW,))
-    folder = LintFolder(path.parent, is_whole=False)
-    cpus = settings.slurm.cpus_per_rank or None
-    findings = check_text(text, name, without, cpus=cpus, folder=folder)
+    name, findings, anew, unread = lint_program(entry, settings, request.cwd)
     hints = sum(one.rule.level == "info" for one in findings)
-    if hints < len(findings):
-        return findings, None
-    more = f"; {count(hints, 'hint')} (hpctrain lint {name} --level info)" if hints else ""
-    return findings, CheckLine("lint", OK, f"nothing found in {name}{more}", path=name)
-
-
-def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[CheckLine]:
-    """Whether a program that saves resumes from its checkpoints, as it is started."""
-    if settings.run.resume_args or settings.checkpoint.sealed:
-        return []
-    from hpctrain.launch.begins_anew import begins_anew
-
-    try:
-        anew = begins_anew(read_source(path), entry.args)
-    except NotText:  # lint has said so
-        return []
-    if anew is None:
-        return []
-    return [CheckLine("resume", NOTE, anew.note(name), "", name, anew.save.lineno)]
+    checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
+    if unread:
+        checks.lines.append(CheckLine("lint", NOT_KNOWN, f"{name} {unread}", path=name))
+    elif hints == len(findings):
+        more = f"; {count(hints, 'hint')} (hpctrain lint {name} --level info)" if hints else ""
+        message = f"nothing found in {name}{more}"
+        checks.lines.append(CheckLine("lint", OK, message, path=name))
+    if anew is not None:
+        line = anew.save.lineno
+        checks.lines.append(CheckLine("resume", NOTE, anew.note(name), "", name, line))
+    return imports_of(Path(entry.path), own_folders(entry))
 
 
 def _lint_line(finding: LintFinding) -> CheckLine:

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Entry
+    from hpctrain.launch.begins_anew import BeginsAnew
 
 # Not rule.LEVELS: its module reads all rules, which a submit of the recipe would wait for.
 _LEVELS = ("error", "warning", "info")
@@ -69,20 +70,28 @@ def findings_plain(findings: Sequence[LintFinding], files: int) -> dict[str, Any
 
 MOST_SHOWN = 2
 """Errors that are shown in full."""
-BEGINS_ANEW = "HT608"
-"""Lint's rule on programs that begin anew; here the command line is known, so it is asked too."""
 
 
-def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
-    """Return a few lines on what would hang or go wrong; none if `run.lint` is off.
+class LintedProgram(NamedTuple):
+    """What lint says of the program that is to run."""
+
+    name: str  # its file, as seen from where the command was called
+    findings: list[LintFinding]
+    anew: BeginsAnew | None = None  # where it saves, unless it resumes by itself
+    unread: str = ""  # why it was passed over
+
+
+def lint_program(
+    entry: Entry, settings: Settings, cwd: Path, most_bytes: int | None = None
+) -> LintedProgram:
+    """Lint the Python file that the ranks run, of at most that length.
 
     Args:
-        entry: What the ranks run; read if it is a Python file.
-        settings: With `run.lint`, and the CPUs of a rank.
-        cwd: Where `submit` was called: paths are shown as seen from there.
+        entry: What the ranks run, a file.
+        settings: With the CPUs of a rank, and what is resumed from.
+        cwd: Where the command was called.
+        most_bytes: A longer file is passed over.
     """
-    if not settings.run.lint or entry.kind not in PYTHON_KINDS or not entry.path:
-        return []
     # Of these the shipped recipe and other programs need nothing.
     from hpctrain.advise.lint.check import RuleChoice, check_text
     from hpctrain.advise.lint.folder import LintFolder
@@ -93,17 +102,29 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     try:
         text = read_source(path)
     except NotText as error:
-        return [f"lint has passed over {name}: it {error}"]
-    if len(text) > MOST_BYTES:
-        return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
-    without = RuleChoice(ignore=(BEGINS_ANEW,))
-    folder = LintFolder(path.parent, is_whole=False)
-    cpus = settings.slurm.cpus_per_rank or None
-    notes = _finding_lines(check_text(text, name, without, cpus=cpus, folder=folder), name)
-    if not settings.run.resume_args and not settings.checkpoint.sealed:
-        anew = begins_anew(text, entry.args)
-        notes += [anew.note(name)] if anew else []
-    return notes
+        return LintedProgram(name, [], unread=str(error))
+    if most_bytes is not None and len(text) > most_bytes:
+        return LintedProgram(name, [], unread=f"is long: hpctrain lint {shlex.quote(name)}")
+    resumes = settings.run.resume_args or settings.checkpoint.sealed
+    findings = check_text(
+        text,
+        name,
+        RuleChoice(ignore=("HT608",)),  # the same of any command line; here this one is known
+        cpus=settings.slurm.cpus_per_rank or None,
+        folder=LintFolder(path.parent, is_whole=False),
+    )
+    return LintedProgram(name, findings, None if resumes else begins_anew(text, entry.args))
+
+
+def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
+    """Return a few lines on what would hang or go wrong; none if `run.lint` is off."""
+    if not settings.run.lint or entry.kind not in PYTHON_KINDS or not entry.path:
+        return []
+    linted = lint_program(entry, settings, cwd, MOST_BYTES)
+    if linted.unread:
+        return [f"lint has passed over {linted.name}: it {linted.unread}"]
+    notes = _finding_lines(linted.findings, linted.name)
+    return [*notes, linted.anew.note(linted.name)] if linted.anew else notes
 
 
 def _finding_lines(findings: list[LintFinding], name: str) -> list[str]:
