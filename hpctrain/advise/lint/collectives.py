@@ -315,11 +315,7 @@ def _runs_when_called(syntax: ProgramSyntax, scope: LintScope) -> bool:
         return True
     if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in scope.nodes):
         return False
-    names = [
-        last(syntax.dotted(one.func if isinstance(one, ast.Call) else one))
-        for one in scope.node.decorator_list
-    ]
-    return isinstance(scope.node, ast.FunctionDef) and _PASSING.issuperset(names)
+    return isinstance(scope.node, ast.FunctionDef) and _PASSING.issuperset(syntax.decorators(scope))
 
 
 def _makes_one(block: list[ast.stmt], collectives: Collection[ast.AST]) -> bool:

@@ -66,12 +66,11 @@ class _Walk:
     def run(self) -> Iterator[LintFinding]:
         """All findings but those of tests that are each other's opposite."""
         node = self.scope.node
-        tests: tuple[_Test, ...] = ()
-        if not isinstance(node, ast.Module):
-            for decorator in node.decorator_list:
-                called = decorator.func if isinstance(decorator, ast.Call) else decorator
-                if last(self.facts.syntax.dotted(called)) in MAIN_ONLY:
-                    tests = (_Test("rank", node, f"@{ast.unparse(decorator)}"),)
+        tests = tuple(
+            _Test("rank", node, f"@{ast.unparse(decorator)}")
+            for name, decorator in self.facts.syntax.decorators(self.scope).items()
+            if name in MAIN_ONLY
+        )
         self._block(node.body, tests, ())
         paired = self._paired()
         for finding, test, name in self.findings:
@@ -160,12 +159,19 @@ class _Walk:
             return
         made, otherwise = self._sequence(node.body), self._sequence(node.orelse)
         if made and otherwise:
-            if made != otherwise and test.kind == "rank" and self._are_certain(node):
-                self._report_order(node, made, otherwise)
+            calls = [self.facts.collectives.of(one, self.scope) for one in _calls_in([node])]
+            is_certain = all(one.is_certain for one in calls if one is not None)
+            if made != otherwise and test.kind == "rank" and is_certain:
+                message = (
+                    f"ranks call different collectives: {_listed(made)} where "
+                    f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
+                )
+                self._report("HT109", node, message, node)
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
             return
-        if self._meets_later(node, after):
+        ends = isinstance(node.body[-1], ast.Return) and after
+        if made and ends and made == self._sequence(after[0].rest):  # what the others call later
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
             return
@@ -182,20 +188,6 @@ class _Walk:
                 continue
             if passed.kind != "rank" or not self._all_may_pass(node.test, inverted=not is_else):
                 self._exit(leaves, block, passed, after)
-
-    def _meets_later(self, node: ast.If, after: tuple[_After, ...]) -> bool:
-        """Whether ranks of a branch that returns have called what the others call behind it."""
-        made = self._sequence(node.body)
-        if not made or not isinstance(node.body[-1], ast.Return) or not after:
-            return False
-        return made == self._sequence(after[0].rest)
-
-    def _report_order(self, node: ast.If, made: list[str], otherwise: list[str]) -> None:
-        message = (
-            f"ranks call different collectives: {_listed(made)} where "
-            f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
-        )
-        self._report("HT109", node, message, node)
 
     def _exit(
         self, leaves: ast.stmt, block: Sequence[ast.stmt], test: _Test, after: tuple[_After, ...]
@@ -276,11 +268,6 @@ class _Walk:
         made = [self.facts.collectives.of(call, self.scope) for call in _calls_in(block)]
         return [one.name for one in made if one is not None]
 
-    def _are_certain(self, node: ast.If) -> bool:
-        """Whether both branches come to their collectives whenever they are taken."""
-        made = [self.facts.collectives.of(call, self.scope) for call in _calls_in([node])]
-        return all(one.is_certain for one in made if one is not None)
-
     # try
 
     def _rounds(self, node: ast.For | ast.AsyncFor | ast.While, head: ast.expr) -> None:
@@ -288,21 +275,16 @@ class _Walk:
         made = self._first(node.body)
         if isinstance(node, ast.While) or made is None:
             return
-        text, called = self.facts.syntax.code(head), f"{made[1]}() at line {made[0].lineno}"
-        if CHANCE in self._drawn_of(head):
-            message = f"ranks call {called} a different number of times: {text} is random"
+        text, later = self.facts.syntax.code(head), f"{made[1]}() at line {made[0].lineno}"
+        dependence = self.facts.dependence
+        called = self.facts.syntax.dotted(head.func) if isinstance(head, ast.Call) else ""
+        lengths = head.args if isinstance(head, ast.Call) and called == "range" else []
+        if not dependence.seeded and any(CHANCE in dependence.of(one) for one in lengths):
+            message = f"ranks call {later} a different number of times: {text} is random"
             self._report("HT106", node, message, node)
         elif self._is_set_of_texts(head):
-            message = f"ranks call {called} in a different order: {text} is a set"
+            message = f"ranks call {later} in a different order: {text} is a set"
             self._report("HT109", node, message, node)
-
-    def _drawn_of(self, head: ast.expr) -> frozenset[str]:
-        """What the length of a `range` depends on; nothing where the program sets a seed."""
-        dependence = self.facts.dependence
-        is_range = isinstance(head, ast.Call) and self.facts.syntax.dotted(head.func) == "range"
-        args = head.args if isinstance(head, ast.Call) and is_range else []
-        drawn = frozenset[str]().union(*(dependence.of(one) for one in args))
-        return frozenset() if dependence.seeded else drawn
 
     def _is_set_of_texts(self, node: ast.expr) -> bool:
         """Whether a loop goes over texts whose order is another in each process."""

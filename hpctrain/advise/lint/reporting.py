@@ -10,7 +10,7 @@ from hpctrain.advise.lint.collectives import CollectiveCalls, is_distributed
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.dependence import RANKS, Dependence
 from hpctrain.advise.lint.rule import RULES, LintFinding
-from hpctrain.advise.lint.syntax import NAMES, LintScope, ProgramSyntax, last_attribute
+from hpctrain.advise.lint.syntax import NAMES, ProgramSyntax, last_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -182,36 +182,25 @@ def under_rank_test(facts: ProgramFacts, node: ast.AST) -> bool:
         test = around.test if isinstance(around, ast.If | ast.IfExp) else None
         if test is not None and child is not test and facts.dependence.of(test) & RANKS:
             return True
-        for block in blocks_of(around):
-            if child in block and _left_before(facts, block[: block.index(child)]):
-                return True
+        before = [
+            one
+            for block in blocks_of(around)
+            if child in block
+            for one in block[: block.index(child)]
+        ]
+        if any(
+            isinstance(one, ast.If)
+            and isinstance(one.body[-1], ast.Return | ast.Continue | ast.Break)
+            and facts.dependence.of(one.test) & RANKS
+            for one in before
+        ):
+            return True
         child = around
-    scope = facts.syntax.scope_of[node]
-    return _is_for_main(facts.syntax, scope)
-
-
-def _left_before(facts: ProgramFacts, block: list[ast.stmt]) -> bool:
-    return any(
-        isinstance(one, ast.If)
-        and one.body
-        and isinstance(one.body[-1], ast.Return | ast.Continue | ast.Break)
-        and facts.dependence.of(one.test) & RANKS
-        for one in block
-    )
+    return not MAIN_ONLY.isdisjoint(facts.syntax.decorators(facts.syntax.scope_of[node]))
 
 
 MAIN_ONLY = NAMES["main_only"]
 """Decorators that have one process alone run a function."""
-
-
-def _is_for_main(syntax: ProgramSyntax, scope: LintScope) -> bool:
-    if isinstance(scope.node, ast.Module):
-        return False
-    for decorator in scope.node.decorator_list:
-        node = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if syntax.dotted(node).rpartition(".")[2] in MAIN_ONLY:
-            return True
-    return False
 
 
 def for_main_only(facts: ProgramFacts, node: ast.AST) -> bool:

@@ -217,6 +217,13 @@ class ProgramSyntax:
         """All calls of a function of this file."""
         return [one for one in self.calls if self.resolve(one, self.scope_of[one]) is scope]
 
+    def decorators(self, scope: LintScope) -> dict[str, ast.expr]:
+        """A function's decorators by their last names."""
+        made = [] if isinstance(scope.node, ast.Module) else scope.node.decorator_list
+        return {
+            last(self.dotted(one.func if isinstance(one, ast.Call) else one)): one for one in made
+        }
+
     def outer(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around one, from the inside, up to its function or module."""
         while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
