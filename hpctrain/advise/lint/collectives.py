@@ -19,8 +19,8 @@ from hpctrain.advise.lint.syntax import (
     LintScope,
     ProgramSyntax,
     argument,
+    constant,
     given,
-    is_true,
     keyword,
     last,
     owner_of,
@@ -178,7 +178,7 @@ class CollectiveCalls:
             grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
             return "" if grouped or (name in _HOROVOD and self.joins) else name
         if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
-            by_one = is_true(keyword(call, "no_dist"))
+            by_one = constant(keyword(call, "no_dist")) is True
             return "" if by_one or given(keyword(call, "process_group")) else name
         if not isinstance(call.func, ast.Attribute):
             return ""

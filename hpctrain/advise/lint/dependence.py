@@ -9,6 +9,7 @@ only some assignments have it. Such a mark never makes an error.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,8 +122,13 @@ class Dependence:
         self.returned: dict[LintScope, _Returned] = {}
         self.agreed: dict[LintScope, set[str]] = {}
         self.losses: dict[LintScope, set[str]] = {}
-        self.seeded = self._is_seeded()
-        self.rank_parameters = self._rank_parameters()
+        self.seeded = any(last(syntax.dotted(call.func)) in _SEEDS for call in syntax.calls)
+        self.rank_parameters = {
+            (syntax.scope_of[call], value.id)
+            for call in syntax.calls_to("init_process_group")
+            if isinstance(value := argument(call, "rank", 4), ast.Name)
+        }
+        """Names that a function gives init_process_group() as the rank."""
         self._cache: dict[ast.AST, frozenset[str]] = {}
         for scope in syntax.scopes:
             self.agreed[scope] = self._agreed_in(scope)
@@ -140,17 +146,6 @@ class Dependence:
             if one.kind == "assign" and isinstance(one.target, ast.Name) and one.place == ()
         }
         self._settle()
-
-    def _is_seeded(self) -> bool:
-        return any(last(self.syntax.dotted(call.func)) in _SEEDS for call in self.syntax.calls)
-
-    def _rank_parameters(self) -> set[tuple[LintScope, str]]:
-        """Return names that a function gives init_process_group() as the rank."""
-        return {
-            (self.syntax.scope_of[call], value.id)
-            for call in self.syntax.calls_to("init_process_group")
-            if isinstance(value := argument(call, "rank", 4), ast.Name)
-        }
 
     def _agreed_in(self, scope: LintScope) -> set[str]:
         """Return names whose values a collective of this function makes equal in place.
@@ -198,7 +193,8 @@ class Dependence:
             return frozenset({BATCH}) if batches else NOTHING
         sources = self._part(definition.value, definition.place)
         is_main = isinstance(definition.target, ast.Name) and definition.target.id in MAIN_NAMES
-        if is_main and not sources and self._is_unknown(definition.value):
+        is_unknown = isinstance(definition.value, ast.Call) and not self._called(definition.value)
+        if is_main and not sources and is_unknown:
             return frozenset({RANK})
         if definition.kind == "add":
             sources |= self.of(definition.target)
@@ -252,10 +248,6 @@ class Dependence:
             if place[0] < len(parts):
                 return self._in_terms_of(value, inner, parts[place[0]])
         return _unsure(self.of(value), RANKS)
-
-    def _is_unknown(self, node: ast.AST) -> bool:
-        """Whether a value comes from a call that is not in this file."""
-        return isinstance(node, ast.Call) and self._called(node) is None
 
     def _called(self, node: ast.AST) -> LintScope | None:
         if not isinstance(node, ast.Call):
@@ -355,14 +347,12 @@ class Dependence:
             if node.id in scope.parameters:
                 if (scope, node.id) in self.rank_parameters:
                     return frozenset({RANK})
-                return self._of_parameter(node.id, scope is own)
+                is_own = scope is own
+                return _of_word(node.id) or (frozenset({_GIVEN + node.id}) if is_own else NOTHING)
             if scope.outer is None:
                 break
             scope = scope.outer
         return NOTHING if node.id in self.syntax.functions else _of_word(node.id)
-
-    def _of_parameter(self, name: str, is_own: bool) -> frozenset[str]:
-        return _of_word(name) or (frozenset({_GIVEN + name}) if is_own else NOTHING)
 
     def _of_definitions(self, names: NameDefinitions, use: ast.Name | None) -> frozenset[str]:
         """What a name depends on by the assignments that reach its use, or by all of them."""
@@ -373,7 +363,7 @@ class Dependence:
         reaching, starts = (names.all, False) if use is None else names.reaching(use)
         ways = [(self.marks.get(one, NOTHING), _is_plain(one.value)) for one in reaching]
         if parameter and starts and use is not None:
-            ways.append((self._of_parameter(use.id, is_own=True), False))
+            ways.append((_of_word(use.id) or frozenset({_GIVEN + use.id}), False))
         return _joined(ways)
 
     def _of_attribute(self, node: ast.Attribute) -> frozenset[str]:
@@ -417,7 +407,7 @@ class Dependence:
 
     def _passed_on(self, node: ast.Call, dotted: str, name: str) -> frozenset[str]:
         """What a call that nobody knows makes of its arguments, and a known one of its own."""
-        sources = self._of_arguments(node)
+        sources = self._union([*node.args, *(one.value for one in node.keywords)])
         owner = NOTHING
         if isinstance(node.func, ast.Attribute):
             owner = self.of(node.func.value) - RANKS
@@ -431,9 +421,6 @@ class Dependence:
         is_known = dotted.partition(".")[0] in _COMPUTING and name not in _READING
         return owner | (sources if is_known else _unsure(sources))
 
-    def _of_arguments(self, node: ast.Call) -> frozenset[str]:
-        return self._union([*node.args, *(one.value for one in node.keywords)])
-
     def _drawn(self, node: ast.Call, dotted: str, name: str) -> frozenset[str]:
         """What a call brings that is another on each rank: a batch, the clock, chance."""
         follows = name == "next" and bool(node.args) and is_loader(self.syntax, node.args[0])
@@ -441,16 +428,9 @@ class Dependence:
             return frozenset({BATCH})
         if dotted in _CLOCKS:
             return frozenset({CLOCK})
-        return frozenset({CHANCE}) if self._is_chance(dotted, name) else NOTHING
-
-    def _is_chance(self, dotted: str, name: str) -> bool:
-        if name not in _CHANCE_CALLS:
-            return False
-        return dotted.startswith(_CHANCE_MODULES) or dotted in (
-            "torch.rand",
-            "torch.randint",
-            "torch.randn",
-        )
+        of_torch = dotted in ("torch.rand", "torch.randint", "torch.randn")
+        is_chance = name in _CHANCE_CALLS and (dotted.startswith(_CHANCE_MODULES) or of_torch)
+        return frozenset({CHANCE}) if is_chance else NOTHING
 
     def _of_compare(self, node: ast.Compare) -> frozenset[str]:
         """Whether there are ranks at all (`rank != -1`, `"RANK" in os.environ`) all ranks know."""
@@ -467,17 +447,12 @@ class Dependence:
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:
             return sources - _RANK_SOURCES  # a member of some group, as all others who continue
-        if isinstance(operator, _ORDERS) and value is None and not _is_of_world(other):
+        of_world = re.search("world|size|ranks", ast.unparse(other).lower())
+        if isinstance(operator, _ORDERS) and value is None and not of_world:
             return _unsure(sources)  # whether any rank is beyond it, nobody can tell
         there = isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) and value == -1
         there |= isinstance(operator, ast.GtE | ast.Lt) and value == 0 and value is not False
         return sources - _RANK_SOURCES if there else sources
-
-
-def _is_of_world(node: ast.expr) -> bool:
-    """Whether a number says by its name that it comes of the number of ranks."""
-    text = ast.unparse(node).lower()
-    return "world" in text or "size" in text or "ranks" in text
 
 
 def _of_variable(name: str) -> frozenset[str]:

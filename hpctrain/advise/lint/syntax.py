@@ -339,11 +339,6 @@ def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def is_true(node: ast.AST | None) -> bool:
-    """Whether it is a literal True."""
-    return constant(node) is True
-
-
 def last_attribute(call: ast.Call) -> str:
     """The attribute that is called, if it is one."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
