@@ -39,7 +39,7 @@ class _Test:
     """What must hold for a statement to be reached."""
 
     kind: str
-    node: ast.AST
+    node: ast.stmt | ast.expr | ast.ExceptHandler
     text: str
     side: str = ""
     """"main": false on rank 1; "others": false on rank 0."""
@@ -69,7 +69,7 @@ class _Walk:
         tests = tuple(
             _Test("rank", node, f"@{ast.unparse(decorator)}")
             for name, decorator in self.facts.syntax.decorators(self.scope).items()
-            if name in MAIN_ONLY
+            if name in MAIN_ONLY and not isinstance(node, ast.Module)
         )
         self._block(node.body, tests, ())
         paired = self._paired()
@@ -153,25 +153,12 @@ class _Walk:
         test = self._test(node.test)
         if test is None or test.kind == _MAYBE:
             self._exit_inside(node, tests, after)
-        if test is None:
-            self._block(node.body, tests, after)
-            self._block(node.orelse, tests, after)
-            return
         made, otherwise = self._sequence(node.body), self._sequence(node.orelse)
-        if made and otherwise:
-            calls = [self.facts.collectives.of(one, self.scope) for one in _calls_in([node])]
-            is_certain = all(one.is_certain for one in calls if one is not None)
-            if made != otherwise and test.kind == "rank" and is_certain:
-                message = (
-                    f"ranks call different collectives: {_listed(made)} where "
-                    f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
-                )
-                self._report("HT109", node, message, node)
-            self._block(node.body, tests, after)
-            self._block(node.orelse, tests, after)
-            return
         ends = isinstance(node.body[-1], ast.Return) and after
-        if made and ends and made == self._sequence(after[0].rest):  # what the others call later
+        meets_later = bool(made and ends) and made == self._sequence(after[0].rest)
+        if test is None or (made and otherwise) or meets_later:
+            if test is not None and test.kind == "rank" and otherwise and made != otherwise:
+                self._report_order(node, made, otherwise)
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
             return
@@ -188,6 +175,16 @@ class _Walk:
                 continue
             if passed.kind != "rank" or not self._all_may_pass(node.test, inverted=not is_else):
                 self._exit(leaves, block, passed, after)
+
+    def _report_order(self, node: ast.If, made: list[str], otherwise: list[str]) -> None:
+        """HT109, if both branches come to their collectives whenever they are taken."""
+        calls = [self.facts.collectives.of(one, self.scope) for one in _calls_in([node])]
+        if made and all(one.is_certain for one in calls if one is not None):
+            message = (
+                f"ranks call different collectives: {_listed(made)} where "
+                f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
+            )
+            self._report("HT109", node, message, node)
 
     def _exit(
         self, leaves: ast.stmt, block: Sequence[ast.stmt], test: _Test, after: tuple[_After, ...]
@@ -362,17 +359,24 @@ class _Walk:
     def _expression(self, node: ast.AST, tests: tuple[_Test, ...]) -> None:
         for call in _calls_in([node]):
             around = (*tests, *self._inline(call))
-            made = self.facts.collectives.of(call, self.scope) if around else None
+            if not around:
+                continue
+            test = _strongest(around)
+            where = f"only where {test.text} (line {test.node.lineno})"
+            made = self.facts.collectives.of(call, self.scope)
             if made is not None:
-                self._report_collective(made, call, around)
-            elif around and is_backward(call) and self.facts.distributed:
-                self._report_backward(call, around)
-            elif around and self._is_wrapped(call) and _strongest(around).kind == "rank":
-                test = _strongest(around)
+                self._report_collective(made, call, test)
+            elif is_backward(call) and self.facts.distributed:
+                if test.kind != "except":
+                    code = _CODES.get(test.kind, "HT111")
+                    self._report(
+                        code, call, f"backward() runs {where}", test.node, test, "backward"
+                    )
+            elif test.kind == "rank" and self._is_wrapped(call):
                 message = f"{ast.unparse(call.func)}() is DDP's, and runs only where {test.text}"
                 self._report("HT115", call, message, test.node)
-            elif around and last_attribute(call) == "no_sync":
-                self._report_no_sync(call, around)
+            elif last_attribute(call) == "no_sync" and test.kind not in ("except", _MAYBE):
+                self._report("HT110", call, f"no_sync() holds {where}", test.node)
 
     def _is_wrapped(self, call: ast.Call) -> bool:
         """Whether it calls a model that this function has wrapped by DDP, buffers and all."""
@@ -405,10 +409,7 @@ class _Walk:
                     yield test
             child = node
 
-    def _report_collective(
-        self, made: CollectiveCall, call: ast.Call, tests: tuple[_Test, ...]
-    ) -> None:
-        test = _strongest(tests)
+    def _report_collective(self, made: CollectiveCall, call: ast.Call, test: _Test) -> None:
         if test.kind == "except":
             if self._looks_at(call, test.node):
                 return
@@ -420,7 +421,7 @@ class _Walk:
             code = "HT114"
         if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
-        message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"
+        message = f"{made.text} is called only where {test.text} (line {test.node.lineno})"
         self._report(code, call, message, test.node, test, made.name)
 
     def _looks_at(self, call: ast.Call, handler: ast.AST) -> bool:
@@ -431,20 +432,6 @@ class _Walk:
             and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.test))
             for one in self.facts.syntax.outer(call)
         )
-
-    def _report_backward(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = _strongest(tests)
-        if test.kind == "except":
-            return
-        code = _CODES.get(test.kind, "HT111")
-        message = f"backward() runs only where {test.text} (line {_line(test.node)})"
-        self._report(code, call, message, test.node, test, "backward")
-
-    def _report_no_sync(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = _strongest(tests)
-        if test.kind not in ("except", _MAYBE):
-            message = f"no_sync() holds only where {test.text} (line {_line(test.node)})"
-            self._report("HT110", call, message, test.node)
 
     def _report(  # noqa: PLR0917 - whom it is about, then why
         self,
@@ -518,10 +505,6 @@ def _is_for_several(test: ast.expr) -> bool:
     """Whether a test without a rank asks if there are several."""
     text = re.sub("distributed_?type", "", ast.unparse(test).lower())
     return any(word in text for word in (*SEVERAL, "is_initialized", "is_available"))
-
-
-def _line(node: ast.AST) -> int:
-    return getattr(node, "lineno", 0)
 
 
 def _listed(names: list[str]) -> str:

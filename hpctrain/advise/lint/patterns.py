@@ -186,10 +186,10 @@ class CallPattern:
             and (not self.mentions or facts.mentions(*self.mentions))
             and not (self.mentions_not and facts.mentions(*self.mentions_not))
             and facts.called.isdisjoint(self.calls_not)
-            and not any(facts.says(text) for text in self.says_not)
+            and facts.texts.isdisjoint(self.says_not)
             and not (self.imports_not and facts.syntax.imports_any(*self.imports_not))
-            and not (self.names_not and re.search(self.names_not, facts.all_names))
-            and not (self.texts_not and re.search(self.texts_not, facts.all_texts))
+            and not (self.names_not and re.search(self.names_not, "\n".join(facts.words).lower()))
+            and not (self.texts_not and re.search(self.texts_not, "\n".join(facts.texts).lower()))
         )
 
 

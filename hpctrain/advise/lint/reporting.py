@@ -51,29 +51,19 @@ class ProgramFacts:
         return any(is_backward(call) for call in self.syntax.calls)
 
     @cached_property
-    def strings(self) -> list[ast.Constant]:
+    def texts(self) -> frozenset[str]:
         """All texts of the program."""
-        return [
-            node
+        return frozenset(
+            node.value
             for scope in self.syntax.scopes
             for node in scope.of(ast.Constant)
             if isinstance(node.value, str)
-        ]
+        )
 
     @cached_property
     def spawns(self) -> bool:
         """Whether it starts its ranks itself, on one machine, by torch.multiprocessing."""
         return any(True for _ in self.syntax.calls_to("spawn", "start_processes", "Process"))
-
-    @cached_property
-    def all_names(self) -> str:
-        """All identifiers in small letters, in one line each."""
-        return "\n".join(sorted(self.words)).lower()
-
-    @cached_property
-    def all_texts(self) -> str:
-        """All texts in small letters, in lines of their own."""
-        return "\n".join(str(one.value) for one in self.strings).lower()
 
     @cached_property
     def called(self) -> frozenset[str]:
@@ -95,10 +85,6 @@ class ProgramFacts:
     def mentions(self, *names: str) -> bool:
         """Whether one of these is a name, an attribute or an import of the program."""
         return not self.words.isdisjoint(names)
-
-    def says(self, text: str) -> bool:
-        """Whether this is one of the program's texts, e.g. a variable's name."""
-        return any(node.value == text for node in self.strings)
 
     @cached_property
     def words(self) -> frozenset[str]:
