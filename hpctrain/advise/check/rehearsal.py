@@ -116,7 +116,7 @@ def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
         return [_no_steps(attempts)]
     stage.preempt(job_id)
     say("rehearse: preempted, until it resumes")
-    attempts = stage.wait(run, job_id, _went_on)
+    attempts = stage.wait(run, job_id, lambda seen: len(seen) > 1 and len(seen[1].losses) >= STEPS)
     stage.end(job_id)
     if len(attempts) == 1:
         return [_never_stopped(attempts[0])]
@@ -133,11 +133,6 @@ def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
         return [line, losses]
     say("rehearse: the same on one rank")
     return [line, losses, _alone(stage, whole)]
-
-
-def _went_on(attempts: list[RehearsedAttempt]) -> bool:
-    """Whether the second attempt has done its steps."""
-    return len(attempts) > 1 and len(attempts[1].losses) >= STEPS
 
 
 def _no_steps(attempts: list[RehearsedAttempt]) -> CheckLine:
@@ -270,7 +265,7 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     run, job_id = stage.start("undisturbed", RANKS)
     stage.wait(run, job_id, _Printing(run, 1, after.last))
     stage.end(job_id)
-    return [*lines, printed_line(before, after, _printed(run, 1))]
+    return [*lines, printed_line(before, after, RehearsedAttempt(printed_losses(_log(run, 1))))]
 
 
 def resume_line(
@@ -349,10 +344,6 @@ def _log(run: RunDir, number: int) -> str:
         return ""
 
 
-def _printed(run: RunDir, number: int) -> RehearsedAttempt:
-    return RehearsedAttempt(printed_losses(_log(run, number)))
-
-
 def left_line(before: RehearsedAttempt, seconds: float) -> CheckLine:
     """How a program took the notice of a preemption that hears of it by signal and file alone."""
     shape = f"{RANKS} ranks, told of a preemption"
@@ -385,10 +376,6 @@ _SETS = (
     "budget.crashes=3",
 )
 _ENV = ("CUDA_VISIBLE_DEVICES=", "WANDB_MODE=offline")
-
-
-class RehearsalFailed(HpctrainError):
-    """A rehearsal came to no end that tells something."""
 
 
 MOST_FILES = 20_000
@@ -484,7 +471,7 @@ class RehearsalStage:
         )
         submitted = submit_run(request)
         if submitted.job_id is None:
-            raise RehearsalFailed(f"{name} has no job")
+            raise HpctrainError(f"{name} has no job")
         self._jobs.append(submitted.job_id)
         return submitted.run, submitted.job_id
 
@@ -496,7 +483,7 @@ class RehearsalStage:
         """The run's attempts, once there is enough of them, or once its job is over.
 
         Raises:
-            RehearsalFailed: a rank has failed, or it took too long.
+            HpctrainError: a rank has failed, or it took too long.
         """
         until = clock.monotonic() + self._patience_s
         while True:
@@ -504,12 +491,12 @@ class RehearsalStage:
             attempts = rehearsed(ledger.read(run))
             failure = next((one.failure for one in attempts if one.failure), "")
             if failure:
-                raise RehearsalFailed(failure)
+                raise HpctrainError(failure)
             if enough(attempts) or job is None or not job.alive:
                 return attempts
             if clock.monotonic() > until:
                 last = attempts[-1].last if attempts else 0
-                raise RehearsalFailed(
+                raise HpctrainError(
                     f"after {self._patience_s:g} s it had come to step {last} of attempt "
                     f"{len(attempts)}; give it longer with --timeout"
                 )
@@ -538,13 +525,11 @@ class RehearsalStage:
     def end(self, job_id: str) -> None:
         """Cancel a job and wait for its end."""
         cluster = get_cluster(LOCAL)
-        job = cluster.job(job_id)
-        if job is None or not job.alive:
-            return
-        cluster.cancel(job_id)
-        until = clock.monotonic() + END_S
-        while clock.monotonic() < until:
-            job = cluster.job(job_id)
-            if job is None or not job.alive:
+        until = None
+        while (job := cluster.job(job_id)) is not None and job.alive:
+            if until is None:
+                cluster.cancel(job_id)
+                until = clock.monotonic() + END_S
+            elif clock.monotonic() >= until:
                 return
             clock.sleep(POLL_S)

@@ -55,11 +55,6 @@ class RuleChoice:
             bool(self.ignore) and code.startswith(self.ignore)
         )
 
-    @property
-    def all_rules(self) -> bool:
-        """Whether no rule is left out."""
-        return not self.select and not self.ignore
-
 
 EVERY_RULE = RuleChoice()
 
@@ -79,7 +74,11 @@ def check_text(
     """
     name = PurePath(path).name
     if name.endswith(".json"):
-        findings = _check_json(text, path, is_named=folder is not None and folder.names(path))
+        is_named = folder is not None and folder.names(path)
+        try:
+            findings = list(check_deepspeed(text, path, is_named=is_named))
+        except ValueError as error:
+            findings = [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
     elif name.endswith(".toml"):
         findings = _check_settings(text, path)
     else:
@@ -105,19 +104,12 @@ def _check_program(
     if folder is not None:
         folder.learn(facts.syntax)
     in_order = sorted(findings, key=lambda one: one.place)
-    return list(_without_ignored(text, path, in_order, every_rule=choice.all_rules))
+    return list(_without_ignored(text, path, in_order, every_rule=choice == EVERY_RULE))
 
 
 def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
     """A file of which nothing was checked."""
     return LintFinding(RULES["HT001"], path, line, 1 if line else 0, line, why)
-
-
-def _check_json(text: str, path: str, *, is_named: bool) -> list[LintFinding]:
-    try:
-        return list(check_deepspeed(text, path, is_named=is_named))
-    except ValueError as error:
-        return [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
 
 
 def _check_settings(text: str, path: str) -> list[LintFinding]:

@@ -353,10 +353,7 @@ def asks_for_several(test: ast.AST, scope: LintScope) -> bool:
 
 def is_distributed(syntax: ProgramSyntax) -> bool:
     """Whether the program itself starts, wraps for or asks about several ranks."""
-    names = FSDP_NAMES | {"init_process_group", "DistributedDataParallel", "Accelerator"}
-    names |= {"init_distributed", "init_device_mesh"}
-    names |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
-    if any(last(syntax.dotted(call.func)) in names for call in syntax.calls):
+    if any(last(syntax.dotted(call.func)) in NAMES["distributed"] for call in syntax.calls):
         return True
     return any(
         syntax.dotted(call.func) in ("deepspeed.initialize", "torch.distributed.get_rank")

@@ -136,7 +136,7 @@ class Dependence:
             for definition in definitions_in(scope):
                 key = self._key(scope, definition.target)
                 if key is not None:
-                    self.definitions.setdefault(key, NameDefinitions(syntax)).add(definition)
+                    self.definitions.setdefault(key, NameDefinitions(syntax)).all.append(definition)
         # Names that are assigned once are not looked at: without that they have no value.
         self._under_tests = {
             one

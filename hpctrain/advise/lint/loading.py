@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.dependence import RANKS
 from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only, is_backward
 from hpctrain.advise.lint.syntax import (
+    NAMES,
     LintScope,
     argument,
     constant,
@@ -29,22 +30,8 @@ if TYPE_CHECKING:
     from hpctrain.advise.lint.rule import LintFinding
 
 _SAMPLER = "DistributedSampler"
-_BY_OTHERS = (
-    "accelerate",
-    "deepspeed",
-    "hpctrain",
-    "lightning",
-    "megatron",
-    "pytorch_lightning",
-    "transformers",
-    "torchdata",
-    "webdataset",
-)
-"""Libraries that give ranks samples of their own without a sampler in the program."""
 _SAMPLER_PLACE, _WORKERS_PLACE, _SHUFFLE_PLACE = 3, 5, 2
 _SEED_PLACE = 4
-_SHARING = ("rank", "world", "shard", "replica", "process", "worker_id", "node", "split")
-"""Parts of words in a dataset that may give each rank a share of its own."""
 
 
 def check_loading(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -107,7 +94,7 @@ def _loader(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
 
 def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
     """Whether a loader feeds a backward pass of several ranks, and none has a share of its own."""
-    if not facts.distributed or not facts.trains or facts.syntax.imports_any(*_BY_OTHERS):
+    if not facts.distributed or not facts.trains or facts.syntax.imports_any(*NAMES["shares"]):
         return False
     if facts.mentions(_SAMPLER, "split_dataset_by_node", "Subset"):
         return False
@@ -142,7 +129,7 @@ def _yields_alike(facts: ProgramFacts, call: ast.Call) -> bool:
         and [last(facts.syntax.dotted(base)) for base in one.bases] == ["IterableDataset"]
     ]
     return len(kinds) == 1 and not any(
-        word in ast.unparse(node).lower() for word in _SHARING for node in (kinds[0], made)
+        word in ast.unparse(node).lower() for word in NAMES["sharing"] for node in (kinds[0], made)
     )
 
 
@@ -159,11 +146,6 @@ def _filtered(facts: ProgramFacts) -> Iterator[LintFinding]:
             source, target, result = (ast.unparse(one) for one in names)
             if result == target and "dataset" in source.lower():
                 yield facts.finding("HT307", node, f"reads all of {source} on every rank")
-
-
-_SAVES = frozenset(
-    {"save_checkpoint", "save_model", "save_state", "save_state_dict", "save_pretrained"}
-)
 
 
 def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -220,7 +202,7 @@ def _done_in(
             if inner is not None and depth < 2:  # noqa: PLR2004 - as deep as handlers go
                 for _, done in _done_in(facts, inner, depth + 1):
                     yield call, done
-            elif last(dotted) in _SAVES:
+            elif last(dotted) in NAMES["saves"]:
                 yield call, f"{last(dotted)}()"
 
 
@@ -286,14 +268,13 @@ def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:
 
 _OWN_NAMES = re.compile(r"(?i)rank|uuid|pid|mkdtemp|mkstemp|tempfile|hostname|token_")
 """In calls whose result may be another on each rank."""
-_MAIN_WORDS = ("rank", "gpu", "main", "master", "primary", "proc", "chief", "leader", "zero")
 
 
 def _seems_main(facts: ProgramFacts, call: ast.Call, depth: int = 0) -> bool:
     """Whether a test around a save, or around the calls of its function, may mean one rank."""
     for around in facts.syntax.outer(call):
         if isinstance(around, ast.If) and any(
-            word in ast.unparse(around.test).lower() for word in _MAIN_WORDS
+            word in ast.unparse(around.test).lower() for word in NAMES["main_words"]
         ):
             return True
     scope = facts.syntax.scope_of[call]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.advise.lint.arguments import rank_origin
 from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only
 from hpctrain.advise.lint.rule import ROWS, LintFinding
-from hpctrain.advise.lint.syntax import constant, is_vendors, keyword, last
+from hpctrain.advise.lint.syntax import argument, constant, is_vendors, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,20 +36,13 @@ class ArgumentTest:
     any_of: tuple[str, ...] = ()
     none_of: tuple[str, ...] = ()  # none of these holds
 
-    def value(self, call: ast.Call) -> ast.expr | None:
-        """What is given."""
-        named = keyword(call, self.name)
-        if named is None and self.place is not None and self.place < len(call.args):
-            return call.args[self.place]
-        return named
-
     def holds(self, facts: ProgramFacts, call: ast.Call) -> bool:
         """Whether it holds of a call's argument."""
-        value = self.value(call)
+        value = argument(call, self.name, self.place)
         hides = any(one.arg is None for one in call.keywords) or (
             self.place is not None and any(isinstance(one, ast.Starred) for one in call.args)
         )
-        if hides and (value is None or keyword(call, self.name) is None):
+        if hides and value is None:
             return False
         if self.any_of and not any(_is(facts, value, word) for word in self.any_of):
             return False
@@ -237,7 +230,8 @@ def check_patterns(
         where: ast.AST = node
         shown = literal
         if isinstance(node, ast.Call) and pattern.call:
-            tested = pattern.args[0].value(node) if pattern.args else None
+            tests = [argument(node, one.name, one.place) for one in pattern.args]
+            tested = tests[0] if tests else None
             text = constant(tested)
             shown = text if isinstance(text, str) else facts.syntax.code(tested) if tested else ""
             where = (keyword(node, pattern.at) or node) if pattern.at else node

@@ -316,10 +316,13 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((one.value for one in call.keywords if one.arg == name), None)
 
 
-def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
-    """The value of an argument, wherever it is given; None where it may hide in a star."""
+def argument(call: ast.Call, name: str, position: int | None) -> ast.expr | None:
+    """The value of an argument, wherever it is given; None where it may hide in a star.
+
+    `position` is its place among those without a keyword, None if it has none.
+    """
     named = keyword(call, name)
-    if named is not None or position >= len(call.args):
+    if named is not None or position is None or position >= len(call.args):
         return named
     return None if any(isinstance(one, ast.Starred) for one in call.args) else call.args[position]
 
