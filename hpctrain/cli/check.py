@@ -197,16 +197,18 @@ def preflight(
     clocks and an all-reduce. If the all-reduce is slow, finds the node. Lists bad nodes. Exit
     code 3 if a check failed.
     """
+    from hpctrain.cluster.preflight.report import PreflightReport
     from hpctrain.launch.preflight import discard, make
 
     spec, site, runs, results = _login(flags)
-    report = _report([], results)
+    report = PreflightReport([], results)
     if spec is None or login_only or report.status == "fail":
         return _print_report(report, as_json=as_json, strict=strict)
     preflight = make(spec, site, runs, bandwidth=bandwidth, try_s=try_timeout)
     try:
-        results += _accepted(preflight, spec.cluster)
-        report = _report([], results)
+        if preflight.script is not None:
+            results += get_cluster(spec.cluster).check_script(preflight.script)
+        report = PreflightReport([], results)
         if report.status != "fail":
             reported = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
             report = replace(reported, results=[*results, *reported.results])
@@ -217,12 +219,6 @@ def preflight(
     if report.status != "fail":
         discard(preflight)
     return _print_report(report, as_json=as_json, strict=strict)
-
-
-def _report(nodes: list[str], results: list[Result]) -> PreflightReport:
-    from hpctrain.cluster.preflight.report import PreflightReport
-
-    return PreflightReport(nodes, results)
 
 
 def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[Result]]:
@@ -244,13 +240,6 @@ def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[
     results += check_login(spec, site, prepared.runs)
     results.append(Result("login node", OK, f"looked at in {clock.monotonic() - began:.1f} s"))
     return spec, site, prepared.runs, results
-
-
-def _accepted(preflight: Preflight, cluster: str) -> list[Result]:
-    """What the scheduler says of the job before it is submitted."""
-    if preflight.script is None:
-        return []
-    return get_cluster(cluster).check_script(preflight.script)
 
 
 def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:

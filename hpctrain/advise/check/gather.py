@@ -208,7 +208,11 @@ def _import_lines(
     )
     brought = bool(spec.settings.slurm.setup or cluster.setup_lines(site))
     lines = [_failed_import(one, why, brought=brought, spec=spec) for one, why in answer.failed]
-    lines += [_absent(one, entry) for one in imports.missing]
+    absent = "the program's own folder has no module"
+    lines += [
+        _import_line(one, f"{absent} {one.module}", "", entry, fails=one.is_sure)
+        for one in imports.missing
+    ]
     if answer.trouble:
         lines.append(CheckLine(name, NOT_KNOWN, f"{spec.python}: {answer.trouble}"))
     elif not lines:
@@ -229,33 +233,25 @@ def _once(wanted: Sequence[WantedImport]) -> list[WantedImport]:
 
 
 def _failed_import(wanted: WantedImport, why: str, *, brought: bool, spec: Spec) -> CheckLine:
-    place = _place(wanted, spec.entry)
-    message = f"{place}: import {wanted.module}: {why} (with {spec.python})"
     top = wanted.module.partition(".")[0]
     hint = f"install {top} where {spec.python} finds it"
     if brought:
-        return CheckLine("imports", NOTE, message, "unless the job's modules or setup bring it")
-    if not wanted.is_sure:
+        hint = "unless the job's modules or setup bring it"
+    elif not wanted.is_sure:
         hint = f"{hint}, unless that part of the program is never used"
-        return CheckLine("imports", NOTE, message, hint, _shown(wanted, spec.entry), wanted.line)
-    return CheckLine("imports", FAIL, message, hint, _shown(wanted, spec.entry), wanted.line)
+    what = f"import {wanted.module}: {why} (with {spec.python})"
+    return _import_line(wanted, what, hint, spec.entry, fails=wanted.is_sure and not brought)
 
 
-def _absent(wanted: WantedImport, entry: Entry) -> CheckLine:
-    status = FAIL if wanted.is_sure else NOTE
-    message = f"{_place(wanted, entry)}: the program's own folder has no module {wanted.module}"
-    return CheckLine("imports", status, message, "", _shown(wanted, entry), wanted.line)
-
-
-def _place(wanted: WantedImport, entry: Entry) -> str:
-    return f"{_shown(wanted, entry)}:{wanted.line}" if wanted.path else "the recipe"
-
-
-def _shown(wanted: WantedImport, entry: Entry) -> str:
-    cwd = Path(entry.cwd)
-    return (
-        os.path.relpath(wanted.path, cwd) if Path(wanted.path).is_relative_to(cwd) else wanted.path
-    )
+def _import_line(
+    wanted: WantedImport, what: str, hint: str, entry: Entry, *, fails: bool
+) -> CheckLine:
+    """What is said of an import, with its place as seen from the program's working directory."""
+    cwd, path = Path(entry.cwd), wanted.path
+    shown = os.path.relpath(path, cwd) if Path(path).is_relative_to(cwd) else path
+    place = f"{shown}:{wanted.line}" if path else "the recipe"
+    status = FAIL if fails else NOTE
+    return CheckLine("imports", status, f"{place}: {what}", hint, shown, wanted.line)
 
 
 def _forecasts(
