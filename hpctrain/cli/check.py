@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hpctrain.cluster.preflight.report import PreflightReport, Result
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
-    from hpctrain.launch.preflight import Preflight
     from hpctrain.launch.prepare import SubmitRequest
 
 EXAMPLES = """\b
@@ -198,7 +197,7 @@ def preflight(
     code 3 if a check failed.
     """
     from hpctrain.cluster.preflight.report import PreflightReport
-    from hpctrain.launch.preflight import discard, make
+    from hpctrain.launch.preflight import discard, make, start, wait
 
     spec, site, runs, results = _login(flags)
     report = PreflightReport([], results)
@@ -210,7 +209,10 @@ def preflight(
             results += get_cluster(spec.cluster).check_script(preflight.script)
         report = PreflightReport([], results)
         if report.status != "fail":
-            reported = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
+            say = (lambda _: None) if as_json else echo_note
+            job = start(preflight, spec, os.environ)
+            say(f"{job.name} started; Ctrl-C cancels it")
+            reported = wait(preflight, job, timeout_s=timeout, say=say)
             report = replace(reported, results=[*results, *reported.results])
             _note_bad(report, spec, bad_node_hours)
     except BaseException:
@@ -240,15 +242,6 @@ def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[
     results += check_login(spec, site, prepared.runs)
     results.append(Result("login node", OK, f"looked at in {clock.monotonic() - began:.1f} s"))
     return spec, site, prepared.runs, results
-
-
-def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:
-    from hpctrain.launch.preflight import start, wait
-
-    job = start(preflight, spec, os.environ)
-    say = (lambda _: None) if quiet else echo_note
-    say(f"{job.name} started; Ctrl-C cancels it")
-    return wait(preflight, job, timeout_s=timeout_s, say=say)
 
 
 def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:

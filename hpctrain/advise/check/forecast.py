@@ -312,7 +312,10 @@ def past_saves(spec: Spec, runs: Path, ranks: int) -> PastSaves | None:
         if save_s is not None:
             sizes = [save.size_bytes for save in history.saves if save.committed]
             size = next((one for one in reversed(sizes) if one), None)
-            return PastSaves(run.name, save_s, interval.costs(history), size, _step_s(history))
+            marks = [one.fact for one in history.training if isinstance(one, StepMark)]
+            times = [fact.p50_s for fact in marks[-MARKS:] if fact.p50_s]
+            step_s = statistics.median(times) if times else None
+            return PastSaves(run.name, save_s, interval.costs(history), size, step_s)
     return None
 
 
@@ -328,9 +331,3 @@ def _is_same(spec: Spec, other: Spec) -> bool:
 
 def _model(spec: Spec) -> dict[str, object]:
     return {k: v for k, v in asdict(spec.settings.train).items() if k not in _NO_MATTER}
-
-
-def _step_s(history: RunHistory) -> float | None:
-    marks = [one.fact for one in history.training if isinstance(one, StepMark)]
-    times = [fact.p50_s for fact in marks[-MARKS:] if fact.p50_s]
-    return statistics.median(times) if times else None

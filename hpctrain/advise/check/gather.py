@@ -53,7 +53,6 @@ from hpctrain.ledger.run.layout import RunDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.spec import Entry, Spec
 
     Say = Callable[[str], None]
@@ -161,7 +160,12 @@ def _program(
     say("lint")
     name, findings, anew, unread = lint_program(entry, settings, request.cwd)
     hints = sum(one.rule.level == "info" for one in findings)
-    checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
+    for one in findings:
+        if one.rule.level != "info":
+            status = FAIL if one.rule.level == "error" else NOTE
+            message = f"{one.path}:{one.line} {one.rule.code} {one.message}"
+            line = CheckLine("lint", status, message, one.rule.remedy, one.path, one.line)
+            checks.lines.append(line)
     if unread:
         checks.lines.append(CheckLine("lint", NOT_KNOWN, f"{name} {unread}", path=name))
     elif hints == len(findings):
@@ -169,16 +173,9 @@ def _program(
         message = f"nothing found in {name}{more}"
         checks.lines.append(CheckLine("lint", OK, message, path=name))
     if anew is not None:
-        line = anew.save.lineno
-        checks.lines.append(CheckLine("resume", NOTE, anew.note(name), "", name, line))
+        place = (name, anew.save.lineno)
+        checks.lines.append(CheckLine("resume", NOTE, anew.note(name), "", *place))
     return imports_of(Path(entry.path), own_folders(entry))
-
-
-def _lint_line(finding: LintFinding) -> CheckLine:
-    rule = finding.rule
-    status = FAIL if rule.level == "error" else NOTE
-    message = f"{finding.path}:{finding.line} {rule.code} {finding.message}"
-    return CheckLine("lint", status, message, rule.remedy, finding.path, finding.line)
 
 
 def _import_lines(

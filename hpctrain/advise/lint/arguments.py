@@ -73,35 +73,30 @@ def _plain_kind(  # noqa: PLR0911 - a line per kind
     facts: ProgramFacts, node: ast.expr
 ) -> str:
     """What a value is, where it is certainly no tensor."""
-    if isinstance(node, ast.Constant):
-        return f"a {type(node.value).__name__}"
-    if isinstance(node, ast.JoinedStr | ast.Dict):
-        return "no tensor"
-    if isinstance(node, ast.Call):
-        if last_attribute(node) in _READERS and not node.args:
-            return "a Python number"
-        builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS
-        return "a Python value" if builtin else ""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return "a bool"
-    if isinstance(node, ast.Compare):
-        return "a bool" if _compares_plain(node) else ""
-    return _kind_of_name(facts, node) if isinstance(node, ast.Name) else ""
-
-
-def _compares_plain(node: ast.Compare) -> bool:
-    """Whether a comparison gives a bool: of numbers in hand, not of tensors."""
-    if all(isinstance(one, ast.In | ast.NotIn | ast.Is | ast.IsNot) for one in node.ops):
-        return True
-    left = ast.unparse(node.left.func) if isinstance(node.left, ast.Call) else ""
-    return last(left) in _PLAIN_CALLS | _READERS | {"sum", "round"}
-
-
-def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
-    """What all values that a name may have there agree on."""
-    values = facts.dependence.values_at(node)
-    kinds = {"" if isinstance(value, ast.Name) else _plain_kind(facts, value) for value in values}
-    return kinds.pop() if len(kinds) == 1 else ""
+    match node:
+        case ast.Constant():
+            return f"a {type(node.value).__name__}"
+        case ast.JoinedStr() | ast.Dict():
+            return "no tensor"
+        case ast.Call():
+            if last_attribute(node) in _READERS and not node.args:
+                return "a Python number"
+            is_builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS
+            return "a Python value" if is_builtin else ""
+        case ast.UnaryOp(op=ast.Not()):
+            return "a bool"
+        case ast.Compare():  # a bool if it is of numbers in hand, not of tensors
+            always = all(
+                isinstance(one, ast.In | ast.NotIn | ast.Is | ast.IsNot) for one in node.ops
+            )
+            left = ast.unparse(node.left.func) if isinstance(node.left, ast.Call) else ""
+            plain = last(left) in _PLAIN_CALLS | _READERS | {"sum", "round"}
+            return "a bool" if always or plain else ""
+        case ast.Name():  # what all values that it may have there agree on
+            values = facts.dependence.values_at(node)
+            given = {"" if isinstance(one, ast.Name) else _plain_kind(facts, one) for one in values}
+            return given.pop() if len(given) == 1 else ""
+    return ""
 
 
 def rank_origin(facts: ProgramFacts, node: ast.expr, depth: int = 0) -> str:

@@ -202,16 +202,13 @@ def _without_ignored(
         used.update((one, finding.rule.code) for one in hiding)
         if not hiding:
             yield finding
+    lines = text.splitlines()
     for comment in comments if every_rule else ():
         idle = [code for code in comment.codes if (comment, code) not in used]
         if idle or not comment.codes:
-            yield _idle(text, path, comment, idle)
-
-
-def _idle(text: str, path: str, comment: IgnoreComment, codes: list[str]) -> LintFinding:
-    message = f"{', '.join(codes)} is not found there" if codes else "name the codes to ignore"
-    line = text.splitlines()[comment.line - 1] if comment.line <= len(text.splitlines()) else ""
-    column = line.find("#") + 1
-    return LintFinding(
-        RULES["HT002"], path, comment.line, column, comment.line, message, line.strip()
-    )
+            message = (
+                f"{', '.join(idle)} is not found there" if idle else "name the codes to ignore"
+            )
+            line = lines[comment.line - 1] if comment.line <= len(lines) else ""
+            place = (comment.line, line.find("#") + 1, comment.line)
+            yield LintFinding(RULES["HT002"], path, *place, message, line.strip())

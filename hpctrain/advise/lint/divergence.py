@@ -72,18 +72,14 @@ class _Walk:
             if name in MAIN_ONLY and not isinstance(node, ast.Module)
         )
         self._block(node.body, tests, ())
-        paired = self._paired()
-        for finding, test, name in self.findings:
-            if test is None or (name, test.side) not in paired:
-                yield finding
-
-    def _paired(self) -> set[tuple[str, str]]:
-        """CollectiveCalls that one test gives rank 0 and another one the others: they meet."""
         sides: dict[str, set[str]] = {}
         for _, test, name in self.findings:
             if test is not None and test.side:
                 sides.setdefault(name, set()).add(test.side)
-        return {(name, side) for name, both in sides.items() if len(both) > 1 for side in both}
+        for finding, test, name in self.findings:
+            # One test gives it to rank 0 and another one to the others: they meet.
+            if test is None or not test.side or len(sides[name]) == 1:
+                yield finding
 
     def _block(
         self, block: Sequence[ast.stmt], tests: tuple[_Test, ...], after: tuple[_After, ...]
@@ -297,17 +293,14 @@ class _Walk:
         self._block(node.orelse, tests, after)
         self._block(node.finalbody, tests, after)
         for handler in node.handlers:
-            if not self._is_general(handler):
+            kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+            names = ["" if kind is None else last(self.facts.syntax.dotted(kind)) for kind in kinds]
+            if _GENERAL.isdisjoint(names):
                 self._block(handler.body, tests, after)
                 continue
             caught = _Test("except", handler, "the exception")
             self._block(handler.body, (*tests, caught), after)
             self._swallowed(node, handler, after)
-
-    def _is_general(self, handler: ast.ExceptHandler) -> bool:
-        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-        names = ["" if kind is None else last(self.facts.syntax.dotted(kind)) for kind in kinds]
-        return any(name in _GENERAL for name in names)
 
     def _swallowed(
         self, node: ast.Try, handler: ast.ExceptHandler, after: tuple[_After, ...]
@@ -410,8 +403,11 @@ class _Walk:
             child = node
 
     def _report_collective(self, made: CollectiveCall, call: ast.Call, test: _Test) -> None:
-        if test.kind == "except":
-            if self._looks_at(call, test.node):
+        if isinstance(test.node, ast.ExceptHandler):
+            # A test of the exception's own words may be all ranks'.
+            around = [one for one in self.facts.syntax.outer(call) if isinstance(one, ast.If)]
+            parts = [part for one in around for part in ast.walk(one.test)]
+            if any(isinstance(one, ast.Name) and one.id == test.node.name for one in parts):
                 return
             message = f"{made.text} is reached only by a rank that met an exception"
             self._report("HT108" if made.is_certain else "HT113", call, message, test.node)
@@ -423,15 +419,6 @@ class _Walk:
             return
         message = f"{made.text} is called only where {test.text} (line {test.node.lineno})"
         self._report(code, call, message, test.node, test, made.name)
-
-    def _looks_at(self, call: ast.Call, handler: ast.AST) -> bool:
-        """Whether a test of the exception's own words, which may be all ranks', is around."""
-        name = handler.name if isinstance(handler, ast.ExceptHandler) else None
-        return name is not None and any(
-            isinstance(one, ast.If)
-            and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.test))
-            for one in self.facts.syntax.outer(call)
-        )
 
     def _report(  # noqa: PLR0917 - whom it is about, then why
         self,

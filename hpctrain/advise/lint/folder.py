@@ -115,17 +115,15 @@ class LintFolder:
         level = len(dotted) - len(dotted.lstrip("."))
         parts = dotted.lstrip(".").split(".")
         bases = [path.parents[level - 1]] if 0 < level <= len(path.parents) else []
-        for base in bases if level else self._above(path.parent):
+        if not level:  # the file's own folder, and those around it
+            around = [one for one in path.parent.parents if one.is_relative_to(self.root)]
+            bases = [path.parent, *around, self.root / "src"]
+        for base in bases:
             for number in range(len(parts), 0, -1):
                 place = self._place(base.joinpath(*parts[:number]))
                 if place is not None:
                     return self._module(place), parts[number:]
         return None, []
-
-    def _above(self, folder: Path) -> list[Path]:
-        """Return the folders in which an import may begin: the file's own, and those around it."""
-        around = [one for one in folder.parents if one.is_relative_to(self.root)]
-        return [folder, *around, self.root / "src"]
 
     def _place(self, stem: Path) -> Path | None:
         """Return the file of a module inside the folder."""
@@ -138,7 +136,10 @@ class LintFolder:
 
     def _module(self, path: Path) -> ModuleSummary | None:
         if path not in self._modules:
-            self._modules[path] = _read_summary(path)
+            try:
+                self._modules[path] = _summary(path, ProgramSyntax(read_source(path), str(path)))
+            except (NotPython, NotText, RecursionError):
+                self._modules[path] = None
         return self._modules[path]
 
     def names(self, path: str | Path) -> bool:
@@ -164,13 +165,6 @@ def _walk(
         inner = [one for one in folders if not one.startswith(".") and one not in PASSED_OVER]
         folders[:] = sorted(inner) if is_whole else []
         yield from (Path(root, name) for name in sorted(files))
-
-
-def _read_summary(path: Path) -> ModuleSummary | None:
-    try:
-        return _summary(path, ProgramSyntax(read_source(path), str(path)))
-    except (NotPython, NotText, RecursionError):
-        return None
 
 
 def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
