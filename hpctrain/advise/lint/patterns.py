@@ -42,7 +42,7 @@ class ArgumentTest:
         hides = any(one.arg is None for one in call.keywords) or (
             self.place is not None and any(isinstance(one, ast.Starred) for one in call.args)
         )
-        if hides and value is None:
+        if hides and keyword(call, self.name) is None:
             return False
         if self.any_of and not any(_is(facts, value, word) for word in self.any_of):
             return False
