@@ -294,7 +294,9 @@ class _Walk:
         self._block(node.finalbody, tests, after)
         for handler in node.handlers:
             kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-            names = ["" if kind is None else last(self.facts.syntax.dotted(kind)) for kind in kinds]
+            names = [
+                last(self.facts.syntax.dotted(kind)) if kind else "BaseException" for kind in kinds
+            ]
             if _GENERAL.isdisjoint(names):
                 self._block(handler.body, tests, after)
                 continue
