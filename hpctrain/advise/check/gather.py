@@ -82,7 +82,10 @@ def check_all(request: SubmitRequest, say: Say) -> CheckList:
         checks.refusal = error.exit_code
         which = "scheduler" if isinstance(error, ClusterError) else "submit"
         checks.lines.append(CheckLine(which, FAIL, str(error)))
-        _look_alone(request, checks, say)
+        with suppress(HpctrainError):  # then that is what submit has refused
+            if request.command:
+                entry = read_program(request.command, request.cwd, request.environ).entry
+                _program(entry, Settings(), checks, request, say)
         message = "what comes after the failed check was not looked at"
         checks.lines.append(CheckLine("the rest", NOT_KNOWN, message, "fix that, and check again"))
         return checks
@@ -102,15 +105,6 @@ def check_all(request: SubmitRequest, say: Say) -> CheckList:
     )
     checks.lines += _forecasts(prepared, site, calls_hpctrain=checks.calls_hpctrain)
     return checks
-
-
-def _look_alone(request: SubmitRequest, checks: CheckList, say: Say) -> None:
-    """Lint of a program whose settings are wrong, where it can be found."""
-    if not request.command:
-        return
-    with suppress(HpctrainError):  # then that is what submit has refused
-        entry = read_program(request.command, request.cwd, request.environ).entry
-        _program(entry, Settings(), checks, request, say)
 
 
 def _submit_lines(prepared: Prepared) -> Iterator[CheckLine]:
@@ -193,7 +187,10 @@ def _import_lines(
     if ranks_python(spec.settings, cluster, spec.python) != spec.python:
         message = f"the ranks' Python is that of {spec.settings.container.image}, not started here"
         return [CheckLine(name, NOT_KNOWN, message)]
-    wanted = _once(imports.others)
+    once: dict[tuple[str, tuple[str, ...]], WantedImport] = {}
+    for each in sorted(imports.others, key=lambda one: not one.is_sure):
+        once.setdefault((each.module, each.names), each)
+    wanted = list(once.values())
     say(f"{count(len(wanted), 'import')} on {spec.python}")
     began = clock.monotonic()
     answer = try_imports(
@@ -219,14 +216,6 @@ def _import_lines(
         message = f"{count(len(wanted), 'import')} of it {verb} with {spec.python}{cut}"
         lines.append(CheckLine(name, OK, message, seconds=took))
     return lines
-
-
-def _once(wanted: Sequence[WantedImport]) -> list[WantedImport]:
-    """Each module and name once; one that is sure to be imported before others."""
-    kept: dict[tuple[str, tuple[str, ...]], WantedImport] = {}
-    for each in sorted(wanted, key=lambda one: not one.is_sure):
-        kept.setdefault((each.module, each.names), each)
-    return list(kept.values())
 
 
 def _failed_import(wanted: WantedImport, why: str, *, brought: bool, spec: Spec) -> CheckLine:
@@ -364,7 +353,10 @@ def try_imports(
         )
         output, code = done.stdout, done.returncode
         last = next(iter(reversed(done.stderr.split("\n")[:-1])), "")
-        trouble = _ended(code, last) if code else ""
+        trouble = f"it ended with exit code {code}" if code else ""
+        trouble += f": {last.strip()}" if code and last.strip() else ""
+        if code < 0:
+            trouble = f"it ended by {signal.Signals(-code).name}"
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
         output = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
@@ -391,10 +383,3 @@ def _answer(wanted: Sequence[WantedImport], output: str, trouble: str) -> ProbeA
             return ProbeAnswer([*failed, (wanted[current], why)], tried)
         trouble = f"import {wanted[current].module}: {trouble}"
     return ProbeAnswer(failed, tried, trouble)
-
-
-def _ended(code: int, last: str) -> str:
-    """How an interpreter has ended, in words."""
-    if code < 0:
-        return f"it ended by {signal.Signals(-code).name}"
-    return f"it ended with exit code {code}" + (f": {last.strip()}" if last.strip() else "")

@@ -23,7 +23,7 @@ from hpctrain.core.base.files import NotText, read_source
 from hpctrain.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 SETTINGS_NAME = "hpctrain.toml"
 PASSED_OVER = frozenset(
@@ -221,9 +221,7 @@ def files_to_check(
         path = Path(name)
         if path.is_dir():
             folder = LintFolder(path)
-            candidates: Iterable[Path] = (
-                one for one in _walk(path, say) if _is_checked(one, folder)
-            )
+            candidates = [one for one in _walk(path, say) if _is_checked(one, folder)]
         elif os.path.lexists(path):
             folder = beside.setdefault(path.parent, LintFolder(path.parent, is_whole=False))
             candidates = [path]
@@ -233,10 +231,6 @@ def files_to_check(
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate, folder
-
-
-def _checked_in(path: Path, folder: LintFolder, say: Callable[[str], None]) -> Iterator[Path]:
-    return (one for one in _walk(path, say) if _is_checked(one, folder))
 
 
 def _is_checked(path: Path, folder: LintFolder) -> bool:

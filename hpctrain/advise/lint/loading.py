@@ -156,18 +156,30 @@ def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
         loads = f"loads one only with {anew.option.name}" if anew.option else "loads none"
         yield facts.finding("HT608", anew.save, f"it saves checkpoints here, and {loads}")
     for call in facts.syntax.calls:
-        match facts.syntax.dotted(call.func):
-            case "signal.signal":
-                yield from _handler(facts, call)
-            case "torch.save":
-                if not spreads(call):
-                    yield from _shared_file(facts, call, argument(call, "f", 1))
-            case "shutil.rmtree":
-                yield from _removed(facts, call)
-            case "torch.load":
-                yield from _load(facts, call)
-            case "open":
-                yield from _opened(facts, call)
+        dotted = facts.syntax.dotted(call.func)
+        if dotted == "signal.signal":
+            yield from _handler(facts, call)
+        elif dotted == "torch.load":
+            yield from _load(facts, call)
+        elif (path := _written(facts, call, dotted)) is not None:
+            yield from _shared_file(facts, call, path)
+
+
+def _written(facts: ProgramFacts, call: ast.Call, dotted: str) -> ast.expr | None:
+    """The path that a call writes or removes, unless each process surely has its own."""
+    if dotted == "torch.save":
+        return None if spreads(call) else argument(call, "f", 1)
+    if dotted == "shutil.rmtree":  # all but the first find nothing, and raise
+        path = argument(call, "path", 0)
+        if path is None or argument(call, "ignore_errors", 1) is not None:
+            return None
+        is_own = "tmp" in ast.unparse(path) or "temp" in ast.unparse(nearest_value(facts, path))
+        return None if is_own else path
+    if dotted == "open":  # a text that is written out, so that it is one file
+        mode, path = constant(argument(call, "mode", 1)), argument(call, "file", 0)
+        is_text = path is not None and isinstance(constant(nearest_value(facts, path)), str)
+        return path if is_text and str(mode).startswith(("w", "x")) else None
+    return None
 
 
 def _handler(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
@@ -212,31 +224,8 @@ def _words(node: ast.expr) -> list[str]:
     return " ".join(parts).split()
 
 
-def _removed(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    """`shutil.rmtree(folder)` by all ranks: all but the first find nothing, and raise."""
-    path = argument(call, "path", 0)
-    if path is None or argument(call, "ignore_errors", 1) is not None:
-        return
-    if "tmp" not in ast.unparse(path) and "temp" not in ast.unparse(nearest_value(facts, path)):
-        yield from _shared_file(facts, call, path, "remove")
-
-
-def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    """`open("log.txt", "w")` by all ranks; a text that is written out, so that it is one file."""
-    mode = constant(argument(call, "mode", 1))
-    path = argument(call, "file", 0)
-    if path is None or not isinstance(mode, str) or not mode.startswith(("w", "x")):
-        return
-    if isinstance(constant(nearest_value(facts, path)), str):
-        yield from _shared_file(facts, call, path)
-
-
-def _shared_file(
-    facts: ProgramFacts, call: ast.Call, path: ast.expr | None, does: str = "write"
-) -> Iterator[LintFinding]:
+def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterator[LintFinding]:
     """HT601: one file that all ranks write."""
-    if path is None:
-        return
     joins = facts.syntax.calls_to("init_process_group", "init_distributed")
     if not facts.distributed or not (facts.trains or any(joins)):
         return
@@ -249,6 +238,7 @@ def _shared_file(
     callers = facts.syntax.callers(scope)
     is_reached = isinstance(scope.node, ast.Module) or scope.name == "main"
     if is_reached or any(not for_main_only(facts, one) for one in callers):
+        does = "remove" if last(facts.syntax.dotted(call.func)) == "rmtree" else "write"
         yield facts.finding("HT601", call, f"all ranks {does} {facts.syntax.code(path, 40)}")
 
 
