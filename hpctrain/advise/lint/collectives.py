@@ -32,26 +32,14 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.folder import LintFolder
 
-_MAKERS = frozenset({"new_group", "new_subgroups", "init_device_mesh", "split_group"})
-"""What every rank must call, also those that are in none of the groups that it makes."""
-_CHECKPOINTS = frozenset({"save", "load", "async_save", "save_state_dict", "load_state_dict"})
-_STATE_CALLS = NAMES["state_calls"]
 _HOMES = ("torch.distributed", "deepspeed.comm", "deepspeed", "torch.distributed.distributed_c10d")
-_ACCELERATE = frozenset({"gather_for_metrics", "pad_across_processes", "wait_for_everyone"})
-_ACCELERATOR = frozenset({"gather", "reduce"})
-_ENGINE = NAMES["engine"]
-_WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summon_full_params"})
+_STATE_CALLS = NAMES["state_calls"]
 _SHARDS = re.compile(r"(?i)fsdp|shard|zero_?[123]")
 _MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
-_MPI = NAMES["mpi"]
-"""mpi4py's, of objects in small letters and of buffers with a capital."""
-_LIGHTNING = NAMES["lightning"]
-_HOROVOD = NAMES["horovod"]
-_XLA = NAMES["xla"]
 _OTHER_HOMES = {
-    "horovod.torch": _HOROVOD,
-    "horovod.tensorflow": _HOROVOD,
-    "torch_xla.core.xla_model": _XLA,
+    "horovod.torch": NAMES["horovod"],
+    "horovod.tensorflow": NAMES["horovod"],
+    "torch_xla.core.xla_model": NAMES["xla"],
     "accelerate.utils": NAMES["accelerate"],
     "accelerate.utils.operations": NAMES["accelerate"],
 }
@@ -61,8 +49,6 @@ LIBRARY_SAVES = {
     "save_checkpoint": ("lightning", "pytorch_lightning"),
 }
 """Saves that a library wants on all ranks, and which hang alone in some of its strategies."""
-_PASSING = NAMES["passing"]
-"""Decorators that call the function each time."""
 _GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
 SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
 """Words of a test whether there are several ranks at all."""
@@ -172,12 +158,12 @@ class CollectiveCalls:
         """The collective that a call is; "" for any other call, and for one on a group."""
         dotted = self.syntax.dotted(call.func)
         home, _, name = dotted.rpartition(".")
-        if home in _HOMES and (name in GROUP_PLACES or name in _MAKERS):
+        if home in _HOMES and (name in GROUP_PLACES or name in NAMES["makers"]):
             return "" if self._has_group(call, name) else name
         if name in _OTHER_HOMES.get(home, ()):
             grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
-            return "" if grouped or (name in _HOROVOD and self.joins) else name
-        if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
+            return "" if grouped or (name in NAMES["horovod"] and self.joins) else name
+        if "distributed.checkpoint" in home and name in NAMES["checkpoint_calls"] | _STATE_CALLS:
             by_one = constant(keyword(call, "no_dist")) is True
             return "" if by_one or given(keyword(call, "process_group")) else name
         if not isinstance(call.func, ast.Attribute):
@@ -208,7 +194,7 @@ class CollectiveCalls:
 
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""
-        if name in _MAKERS:
+        if name in NAMES["makers"]:
             return False
         group = argument(call, "group", GROUP_PLACES[name])
         if group is None:
@@ -219,17 +205,18 @@ class CollectiveCalls:
         if not isinstance(func.value, ast.Name | ast.Attribute):
             return False
         owner = ast.unparse(func.value)
-        if name in _LIGHTNING and self.syntax.imports_any("lightning", "pytorch_lightning"):
+        if name in NAMES["lightning"] and self.syntax.imports_any("lightning", "pytorch_lightning"):
             of_module = owner == "self" and name == "all_gather"
             if last(owner) in ("fabric", "strategy") or of_module:
                 return name not in self.syntax.functions
-        if name in _MPI:
+        if name in NAMES["mpi"]:
             return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
-        if name in _ACCELERATE or (name in _ACCELERATOR and "accelerator" in owner.lower()):
+        of_accelerator = name in ("gather", "reduce") and "accelerator" in owner.lower()
+        if name in NAMES["accelerate_calls"] or of_accelerator:
             return self.syntax.imports_any("accelerate")
-        if name in _ENGINE and self._is_one(func.value, self.engines):
+        if name in NAMES["engine"] and self._is_one(func.value, self.engines):
             return True
-        return name in _WRAPPED and self._is_sharded(func.value)
+        return name in NAMES["of_sharded_models"] and self._is_sharded(func.value)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
@@ -315,7 +302,8 @@ def _runs_when_called(syntax: ProgramSyntax, scope: LintScope) -> bool:
         return True
     if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in scope.nodes):
         return False
-    return isinstance(scope.node, ast.FunctionDef) and _PASSING.issuperset(syntax.decorators(scope))
+    passes_on = NAMES["passing"].issuperset(syntax.decorators(scope))
+    return isinstance(scope.node, ast.FunctionDef) and passes_on
 
 
 def _makes_one(block: list[ast.stmt], collectives: Collection[ast.AST]) -> bool:

@@ -42,34 +42,14 @@ UNSURE = frozenset({RANK + _MAYBE, LOCAL + _MAYBE, BATCH + _MAYBE, CLOCK + _MAYB
 
 RANK_VARIABLES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
 LOCAL_VARIABLES = NAMES["local_variables"]
-_RANK_NAMES = NAMES["rank_names"]
-_LOCAL_NAMES = NAMES["local_names"]
 MAIN_NAMES = NAMES["main_names"]
 """Names that mean "I am rank 0" wherever they come from."""
-_RANK_CALLS = NAMES["rank_calls"]
-_RANK_FUNCTIONS = NAMES["rank_functions"]
-_LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
 _ORDERS = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
-_AGREEING = NAMES["agreeing"]
 _TO_ONE = frozenset({"torch.distributed.reduce", "torch.distributed.gather"})
 """Collectives whose result one rank alone has."""
-_PLAIN = NAMES["plain"]
-_LISTING = frozenset({"enumerate", "list", "round", "sorted", "sum", "tuple", "zip"})
-"""Calls whose result is as random as what they are given."""
-_TEXTS = frozenset({"str", "format", "repr", "strftime", "isoformat", "ctime", "asctime", "join"})
-"""Calls that make a text: a name that is made of the clock decides nothing."""
-_COMPUTING = frozenset({"torch", "math", "cmath", "numpy", "operator"})
-_READING = frozenset({"load", "save", "fromfile", "memmap", "genfromtxt", "loadtxt"})
-"""What a file holds has little to do with its name."""
-_SAME_EVERYWHERE = frozenset({"len", "isinstance", "type", "hasattr", "callable", "id", "range"})
-_SHAPES = frozenset({"shape", "ndim", "dtype", "device", "requires_grad", "size", "dim", "numel"})
 _CHANCE_MODULES = ("random.", "numpy.random.")
-_CHANCE_CALLS = NAMES["chance_calls"]
-_CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter", "datetime.datetime.now"})
-_SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_seed", "manual_seed_all"})
 _ENVIRONMENT = frozenset({"os.environ.get", "os.environ.pop", "os.getenv"})
 _LOADER_ENDS = ("_dl", "batches")
-_DRAWS = frozenset({"get_batch", "next_batch", "get_micro_batch"})
 _LOADER_WORDS = ("loader", "dataloader", "train_iter", "data_iter")
 
 
@@ -86,14 +66,7 @@ def environment_name(syntax: ProgramSyntax, node: ast.AST) -> str:
 def is_loader(syntax: ProgramSyntax, node: ast.AST) -> bool:
     """Whether an expression looks like batches of data."""
     while isinstance(node, ast.Call) and node.args:
-        if last(syntax.dotted(node.func)) not in (
-            "enumerate",
-            "tqdm",
-            "iter",
-            "zip",
-            "trange",
-            "log_every",
-        ):
+        if last(syntax.dotted(node.func)) not in NAMES["loader_wrappers"]:
             return False
         node = node.args[0]
     name = node.id if isinstance(node, ast.Name) else last(syntax.dotted(node))
@@ -122,7 +95,7 @@ class Dependence:
         self.returned: dict[LintScope, _Returned] = {}
         self.agreed: dict[LintScope, set[str]] = {}
         self.losses: dict[LintScope, set[str]] = {}
-        self.seeded = any(last(syntax.dotted(call.func)) in _SEEDS for call in syntax.calls)
+        self.seeded = any(last(syntax.dotted(call.func)) in NAMES["seeds"] for call in syntax.calls)
         self.rank_parameters = {
             (syntax.scope_of[call], value.id)
             for call in syntax.calls_to("init_process_group")
@@ -161,7 +134,7 @@ class Dependence:
                 continue
             if dotted in _TO_ONE:
                 continue
-            if any(word in last(dotted).lower() for word in _AGREEING):
+            if any(word in last(dotted).lower() for word in NAMES["agreeing"]):
                 names.update(one.id for one in call.args if isinstance(one, ast.Name))
         return names
 
@@ -367,7 +340,7 @@ class Dependence:
         return _joined(ways)
 
     def _of_attribute(self, node: ast.Attribute) -> frozenset[str]:
-        if node.attr in _SHAPES:
+        if node.attr in NAMES["shapes"]:
             return NOTHING
         by_word = _of_word(node.attr)
         key = self._key(self.syntax.scope_of[node], node)
@@ -388,9 +361,9 @@ class Dependence:
         if inner is not None:
             returned = self.returned.get(inner)
             return NOTHING if returned is None else self._in_terms_of(node, inner, returned.whole)
-        if name in _RANK_CALLS or dotted in _RANK_FUNCTIONS:
+        if name in NAMES["rank_calls"] or dotted in NAMES["rank_functions"]:
             return NOTHING if given(argument(node, "group", 0)) else frozenset({RANK})
-        if name in _LOCAL_CALLS:
+        if name in NAMES["local_calls"]:
             return frozenset({LOCAL})
         if name in MAIN_NAMES:
             return frozenset({RANK})
@@ -398,9 +371,9 @@ class Dependence:
         if drawn:
             return drawn
         if (
-            name in _SAME_EVERYWHERE
-            or name in _SHAPES
-            or any(one in name.lower() for one in _AGREEING)
+            name in NAMES["same_everywhere"]
+            or name in NAMES["shapes"]
+            or any(one in name.lower() for one in NAMES["agreeing"])
         ):
             return NOTHING
         return self._passed_on(node, dotted, name)
@@ -411,25 +384,27 @@ class Dependence:
         owner = NOTHING
         if isinstance(node.func, ast.Attribute):
             owner = self.of(node.func.value) - RANKS
-        if name in _TEXTS:
+        if name in NAMES["text_calls"]:
             sources, owner = sources - _CLOCKED, owner - _CLOCKED
-        if name in _PLAIN or dotted.startswith("os.path"):
+        if name in NAMES["plain"] or dotted.startswith("os.path"):
             return sources | owner
         sources -= RANKS
-        if dotted in _LISTING:
+        if dotted in NAMES["listing"]:
             return owner | _unsure(sources - {CHANCE}) | (sources & {CHANCE})
-        is_known = dotted.partition(".")[0] in _COMPUTING and name not in _READING
+        is_known = dotted.partition(".")[0] in NAMES["computing"] and name not in NAMES["reading"]
         return owner | (sources if is_known else _unsure(sources))
 
     def _drawn(self, node: ast.Call, dotted: str, name: str) -> frozenset[str]:
         """What a call brings that is another on each rank: a batch, the clock, chance."""
         follows = name == "next" and bool(node.args) and is_loader(self.syntax, node.args[0])
-        if follows or name in _DRAWS:
+        if follows or name in NAMES["draws"]:
             return frozenset({BATCH})
-        if dotted in _CLOCKS:
+        if dotted in NAMES["clocks"]:
             return frozenset({CLOCK})
         of_torch = dotted in ("torch.rand", "torch.randint", "torch.randn")
-        is_chance = name in _CHANCE_CALLS and (dotted.startswith(_CHANCE_MODULES) or of_torch)
+        is_chance = name in NAMES["chance_calls"] and (
+            dotted.startswith(_CHANCE_MODULES) or of_torch
+        )
         return frozenset({CHANCE}) if is_chance else NOTHING
 
     def _of_compare(self, node: ast.Compare) -> frozenset[str]:
@@ -463,9 +438,9 @@ def _of_variable(name: str) -> frozenset[str]:
 
 def _of_word(name: str) -> frozenset[str]:
     """What a name says of itself, where its value comes from elsewhere."""
-    if name in _LOCAL_NAMES:
+    if name in NAMES["local_names"]:
         return frozenset({LOCAL})
-    return frozenset({RANK}) if name in _RANK_NAMES or name in MAIN_NAMES else NOTHING
+    return frozenset({RANK}) if name in NAMES["rank_names"] or name in MAIN_NAMES else NOTHING
 
 
 def _counts(syntax: ProgramSyntax, node: ast.expr) -> bool:

@@ -90,10 +90,9 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
         called.get(owner_of(call), set()).add(last_attribute(call))
     for name, used in called.items():
         if "step" in used and "update" not in used:
-            yield facts.finding(
-                "HT209", names[name], f"{name}.step() is called, {name}.update() never"
-            )
-    yield from _left_scaled(facts, names)
+            message = f"{name}.step() is called, {name}.update() never"
+            yield facts.finding("HT209", names[name], message)
+        yield from _left_scaled(facts, name)
     casts = facts.syntax.calls_to("autocast", root="torch")
     if {last(facts.syntax.dotted(keyword(one, "dtype") or one)) for one in casts} == {"bfloat16"}:
         for name, call in names.items():
@@ -101,28 +100,18 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
                 yield facts.finding("HT208", call, "every autocast of this file is bfloat16")
 
 
-def _left_scaled(facts: ProgramFacts, names: dict[str, ast.Call]) -> Iterator[LintFinding]:
+def _left_scaled(facts: ProgramFacts, name: str) -> Iterator[LintFinding]:
     """HT209: unscale_() at each step, update() at some: the next unscale_() raises."""
-    unscales, updates = facts.syntax.methods("unscale_"), facts.syntax.methods("update")
-    for name in names:
-        unscaled = [one for one in unscales if owner_of(one) == name]
-        updated = [one for one in updates if owner_of(one) == name]
-        if len(unscaled) != 1 or len(updated) != 1:
-            continue
-        loop = inside_loop(facts.syntax, unscaled[0])
-        if loop is None or facts.syntax.parents[unscaled[0]] not in loop.body:
-            continue
-        around = facts.syntax.outer(updated[0])
-        test = next((one for one in around if isinstance(one, ast.If | ast.For | ast.While)), None)
-        if isinstance(test, ast.If) and test in ast.walk(loop):
-            message = f"{name}.unscale_() is called at each step, update() only under a test"
-            yield facts.finding("HT209", updated[0], message)
-
-
-def _dtypes(facts: ProgramFacts) -> Iterator[ast.expr]:
-    for call in facts.syntax.calls_to("autocast", root="torch"):
-        dtype = keyword(call, "dtype")
-        yield dtype if dtype is not None else call
+    unscaled = [one for one in facts.syntax.methods("unscale_") if owner_of(one) == name]
+    updated = [one for one in facts.syntax.methods("update") if owner_of(one) == name]
+    loop = inside_loop(facts.syntax, unscaled[0]) if len(unscaled) == len(updated) == 1 else None
+    if loop is None or facts.syntax.parents[unscaled[0]] not in loop.body:
+        return
+    around = facts.syntax.outer(updated[0])
+    test = next((one for one in around if isinstance(one, ast.If | ast.For | ast.While)), None)
+    if isinstance(test, ast.If) and test in ast.walk(loop):
+        message = f"{name}.unscale_() is called at each step, update() only under a test"
+        yield facts.finding("HT209", updated[0], message)
 
 
 def _steps(facts: ProgramFacts) -> Iterator[LintFinding]:

@@ -100,20 +100,6 @@ class ProgramSyntax:
         self._dotted: dict[ast.AST, str] = {}
 
     @cached_property
-    def raw(self) -> bytes:
-        """The text in bytes, which `ast` counts columns in."""
-        return self.text.encode()
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """Where each line begins in them, from line 1."""
-        lines = self.raw.replace(b"\r\n", b"\0\n").replace(b"\r", b"\n").split(b"\n")
-        offsets = [0]
-        for line in lines:
-            offsets.append(offsets[-1] + len(line) + 1)
-        return offsets
-
-    @cached_property
     def loaders(self) -> frozenset[str]:
         """Names that are given a DataLoader somewhere in the program."""
         return frozenset(
@@ -247,15 +233,12 @@ class ProgramSyntax:
         """A line of the text, from 1."""
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
-    def code(self, node: ast.AST, most: int = 60) -> str:
-        """A node as its first line has it, shortened for a message."""
-        lineno, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
-        if not lineno or end is None:
-            return ""
-        start = self.offsets[lineno - 1] + getattr(node, "col_offset", 0)
-        stop = self.offsets[end - 1] + getattr(node, "end_col_offset", 0)
-        text = self.raw[start : min(stop, start + 4 * most)].decode(errors="ignore")
-        words = " ".join(text.split())
+    def code(self, node: ast.expr, most: int = 60) -> str:
+        """An expression in one line, shortened for a message."""
+        lines = [one.encode() for one in self.lines[node.lineno - 1 : node.end_lineno]] or [b""]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]  # columns count bytes
+        words = " ".join(b" ".join(lines).decode(errors="ignore").split())
         return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
