@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.advise.lint.check import RuleChoice, check_text, unreadable
-from hpctrain.advise.lint.folder import files_to_check
+from hpctrain.advise.lint.check import RuleChoice, check_text, files_to_check, unreadable
 from hpctrain.advise.lint.render import finding_lines, findings_plain, summary
 from hpctrain.advise.lint.rule import LEVELS, RULES, LintFinding
 from hpctrain.cli.options import json_option
@@ -149,14 +148,14 @@ def _from_files(paths: Sequence[str]) -> Iterator[_Text]:
     Raises:
         NotFound: there is none.
     """
-    found = False
+    has_files = False
     for path, folder in files_to_check(paths, echo_warning):
-        found = True
+        has_files = True
         try:
             yield str(path), read_source(path), folder
         except NotText as error:
             yield str(path), error, folder
-    if not found:
+    if not has_files:
         raise NotFound(f"no program and no configuration in {', '.join(paths)}")
 
 

@@ -154,12 +154,12 @@ def _program(
     say("lint")
     name, findings, anew, unread = lint_program(entry, settings, request.cwd)
     hints = sum(one.rule.level == "info" for one in findings)
-    for one in findings:
-        if one.rule.level != "info":
-            status = FAIL if one.rule.level == "error" else NOTE
-            message = f"{one.path}:{one.line} {one.rule.code} {one.message}"
-            line = CheckLine("lint", status, message, one.rule.remedy, one.path, one.line)
-            checks.lines.append(line)
+    for finding in findings:
+        rule, place = finding.rule, (finding.path, finding.line)
+        if rule.level != "info":
+            status = FAIL if rule.level == "error" else NOTE
+            message = f"{finding.path}:{finding.line} {rule.code} {finding.message}"
+            checks.lines.append(CheckLine("lint", status, message, rule.remedy, *place))
     if unread:
         checks.lines.append(CheckLine("lint", NOT_KNOWN, f"{name} {unread}", path=name))
     elif hints == len(findings):

@@ -409,9 +409,9 @@ def rehearsal_stage(request: SubmitRequest, *, patience_s: float) -> Iterator[Re
         else:
             os.environ[HPCTRAIN_LOCAL_DIR] = before
         shutil.rmtree(folder, ignore_errors=True)
-        for one in new_runs:
+        for made in new_runs:
             with contextlib.suppress(OSError):  # somebody else has put something there
-                remove_runs_folder(one)
+                remove_runs_folder(made)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""From the text of a file to its findings.
+"""Which files are checked, and from the text of a file to its findings.
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
@@ -8,27 +8,33 @@ where it stands alone. HT002 reports a comment that hides nothing.
 from __future__ import annotations
 
 import io
+import os
 import re
 import tokenize
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.arguments import check_arguments
-from hpctrain.advise.lint.deepspeed_config import check_deepspeed, check_initialize
+from hpctrain.advise.lint.deepspeed_config import (
+    check_deepspeed,
+    check_initialize,
+    is_deepspeed,
+    parse_json,
+)
 from hpctrain.advise.lint.divergence import check_divergence
+from hpctrain.advise.lint.folder import LintFolder, walk_files
 from hpctrain.advise.lint.loading import check_loading, check_saving
 from hpctrain.advise.lint.patterns import check_patterns
 from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
-from hpctrain.errors import HpctrainError
+from hpctrain.core.base.files import read_source
+from hpctrain.errors import HpctrainError, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from hpctrain.advise.lint.folder import LintFolder
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _CHECKS = (
     check_divergence,
@@ -39,6 +45,7 @@ _CHECKS = (
     check_saving,
     check_initialize,
 )
+SETTINGS_NAME = "hpctrain.toml"
 _TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
 
 
@@ -114,8 +121,6 @@ def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
 
 def _check_settings(text: str, path: str) -> list[LintFinding]:
     """HT708: what `hpctrain submit` itself would say of its settings file."""
-    from pathlib import Path
-
     from hpctrain.core.settings.check import check
     from hpctrain.core.settings.layers import (
         TomlFile,
@@ -212,3 +217,46 @@ def _without_ignored(
             line = lines[comment.line - 1] if comment.line <= len(lines) else ""
             place = (comment.line, line.find("#") + 1, comment.line)
             yield LintFinding(RULES["HT002"], path, *place, message, line.strip())
+
+
+def files_to_check(
+    paths: Sequence[str], say: Callable[[str], None]
+) -> Iterator[tuple[Path, LintFolder]]:
+    """Yield each file that was named, and of each folder its programs and configurations, once.
+
+    Each comes with the folder whose files are looked at for its imports. `say` is called with each
+    folder that cannot be looked into.
+
+    Raises:
+        NotFound: there is no such file or folder.
+    """
+    seen: set[Path] = set()
+    beside: dict[Path, LintFolder] = {}
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            folder = LintFolder(path)
+            candidates = [one for one in walk_files(path, say) if _is_checked(one, folder)]
+        elif os.path.lexists(path):
+            folder = beside.setdefault(path.parent, LintFolder(path.parent, is_whole=False))
+            candidates = [path]
+        else:
+            raise NotFound(f"{name} is not there; check the path")
+        for candidate in candidates:
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate, folder
+
+
+def _is_checked(path: Path, folder: LintFolder) -> bool:
+    """Whether a file of a folder is a program or a configuration that lint knows.
+
+    A JSON file that cannot be read is nobody's.
+    """
+    if path.suffix != ".json":
+        return path.suffix == ".py" or path.name == SETTINGS_NAME
+    try:
+        value = parse_json(read_source(path))
+    except ValueError:  # NotText among them
+        return False
+    return is_deepspeed(value) or (is_deepspeed(value, is_named=True) and folder.names(path))

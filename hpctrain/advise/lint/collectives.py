@@ -28,9 +28,7 @@ from hpctrain.advise.lint.syntax import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from hpctrain.advise.lint.folder import LintFolder
+    from collections.abc import Callable, Collection
 
 _HOMES = ("torch.distributed", "deepspeed.comm", "deepspeed", "torch.distributed.distributed_c10d")
 _STATE_CALLS = NAMES["state_calls"]
@@ -83,10 +81,18 @@ class CollectiveCall:
 class CollectiveCalls:
     """The collectives of a program."""
 
-    def __init__(self, syntax: ProgramSyntax, folder: LintFolder | None = None) -> None:
-        """Find out which functions make any, through three levels of calls."""
+    def __init__(
+        self,
+        syntax: ProgramSyntax,
+        imported: Callable[[str, str], CollectiveCall | None] | None = None,
+    ) -> None:
+        """Find out which functions make any, through three levels of calls.
+
+        `imported` is given the program's path and a name, and returns the collective that the
+        imported function makes.
+        """
         self.syntax = syntax
-        self.folder = folder
+        self.imported = imported
         self.worlds = {
             ast.unparse(target)
             for scope in syntax.scopes
@@ -252,10 +258,10 @@ class CollectiveCalls:
         inner = self.syntax.resolve(call, scope)
         if inner is not None:
             return calls_of.get(inner) if inner is not scope else None
-        if self.folder is None or not self.syntax.is_imported(call.func):
+        if self.imported is None or not self.syntax.is_imported(call.func):
             return None
         dotted = self.syntax.dotted(call.func)
-        other = self.folder.collective_of(self.syntax.path, dotted)
+        other = self.imported(self.syntax.path, dotted)
         return other and replace(other, via=last(dotted), is_elsewhere=True)
 
 

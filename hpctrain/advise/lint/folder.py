@@ -1,4 +1,4 @@
-"""The files that are checked, the collectives that their functions make, and what they name.
+"""The files of a checked folder: which collectives their functions make, and what they name.
 
 Of each module a summary is kept and its syntax tree forgotten, so that a large folder takes little
 memory. Links to folders are not followed, so that no circle of them is walked.
@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.collectives import CollectiveCall, CollectiveCalls, always_comes_to
-from hpctrain.advise.lint.deepspeed_config import is_deepspeed, parse_json
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
 from hpctrain.core.base.files import NotText, read_source
-from hpctrain.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-SETTINGS_NAME = "hpctrain.toml"
 PASSED_OVER = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
 )
@@ -148,12 +145,12 @@ class LintFolder:
 
     @cached_property
     def _named(self) -> frozenset[str]:
-        files = _walk(self.root, is_whole=self.is_whole)
+        files = walk_files(self.root, is_whole=self.is_whole)
         launchers = islice((one for one in files if one.name.endswith(_LAUNCHERS)), _MOST_LAUNCHERS)
         return frozenset(name for path in launchers for name in _named_in(path))
 
 
-def _walk(
+def walk_files(
     folder: Path, say: Callable[[str], None] = lambda _: None, *, is_whole: bool = True
 ) -> Iterator[Path]:
     """Yield the files of a folder in order; unless `is_whole`, only those directly in it."""
@@ -202,46 +199,3 @@ def _named_in(path: Path) -> set[str]:
         return set()
     lines = text.replace("\\\n", " ").split("\n")
     return {name for line in lines if _NAMING.search(line) for name in _JSON.findall(line)}
-
-
-def files_to_check(
-    paths: Sequence[str], say: Callable[[str], None]
-) -> Iterator[tuple[Path, LintFolder]]:
-    """Yield each file that was named, and of each folder its programs and configurations, once.
-
-    Each comes with the folder whose files are looked at for its imports. `say` is called with each
-    folder that cannot be looked into.
-
-    Raises:
-        NotFound: there is no such file or folder.
-    """
-    seen: set[Path] = set()
-    beside: dict[Path, LintFolder] = {}
-    for name in paths:
-        path = Path(name)
-        if path.is_dir():
-            folder = LintFolder(path)
-            candidates = [one for one in _walk(path, say) if _is_checked(one, folder)]
-        elif os.path.lexists(path):
-            folder = beside.setdefault(path.parent, LintFolder(path.parent, is_whole=False))
-            candidates = [path]
-        else:
-            raise NotFound(f"{name} is not there; check the path")
-        for candidate in candidates:
-            if candidate not in seen:
-                seen.add(candidate)
-                yield candidate, folder
-
-
-def _is_checked(path: Path, folder: LintFolder) -> bool:
-    """Whether a file of a folder is a program or a configuration that lint knows.
-
-    A JSON file that cannot be read is nobody's.
-    """
-    if path.suffix != ".json":
-        return path.suffix == ".py" or path.name == SETTINGS_NAME
-    try:
-        value = parse_json(read_source(path))
-    except ValueError:  # NotText among them
-        return False
-    return is_deepspeed(value) or (is_deepspeed(value, is_named=True) and folder.names(path))

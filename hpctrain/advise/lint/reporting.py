@@ -38,7 +38,8 @@ class ProgramFacts:
     @cached_property
     def collectives(self) -> CollectiveCalls:
         """Calls that all ranks make together."""
-        return CollectiveCalls(self.syntax, self.folder)
+        imported = self.folder.collective_of if self.folder is not None else None
+        return CollectiveCalls(self.syntax, imported)
 
     @cached_property
     def distributed(self) -> bool:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.advise.lint.folder import files_to_check
+from hpctrain.advise.lint.check import files_to_check
 from hpctrain.core.base.files import NotText, read_source
 from hpctrain.errors import NotFound
 
