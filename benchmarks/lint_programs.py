@@ -10,8 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from hpctrain.advise.lint.check import check_text
-from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.check import check_text, files_to_check
 from hpctrain.core.base.files import NotText, read_source
 
 TOP = Path(__file__).parents[1]

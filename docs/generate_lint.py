@@ -39,10 +39,9 @@ def page() -> str:
 
 
 def _rule(rule: LintRule) -> str:
-    mends = " `--fix` changes it if that is safe." if rule.mends else ""
     return (
         f"#### {rule.code}\n\n"
-        f"{rule.level.capitalize()}: {rule.name}. {rule.why} Instead: {rule.remedy}{mends}\n"
+        f"{rule.level.capitalize()}: {rule.name}. {rule.why} Instead: {rule.remedy}\n"
     )
 
 

@@ -5,10 +5,8 @@ tests/unit/cli/test_check.py, test_preflight.py and tests/slurm/test_preflight.p
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,16 +25,16 @@ from hpctrain.cli.options import (
 )
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import replace_text
 from hpctrain.core.terminal import clean, echo_json, echo_note
 from hpctrain.errors import ChecksFailed, ClusterError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hpctrain.advise.check.forecast import CheckList
     from hpctrain.cluster.preflight.report import PreflightReport, Result
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
-    from hpctrain.launch.preflight import Preflight
     from hpctrain.launch.prepare import SubmitRequest
 
 EXAMPLES = """\b
@@ -45,10 +43,8 @@ Examples:
   hpctrain check --nodes 2-4 --time 12:00:00 -- train.py --lr 3e-4
   hpctrain check --site juniper.toml -- -m package.train
   hpctrain check --rehearse -- train.py                  run it here: preempted, resumed
-  hpctrain check --ci --strict -- train.py               in a pipeline: JUnit and SARIF
-  hpctrain check --json -- train.py
+  hpctrain check --json --strict -- train.py             in a pipeline
 """
-JUNIT_FILE, SARIF_FILE = "hpctrain-check.xml", "hpctrain-check.sarif"
 _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 
 
@@ -69,18 +65,12 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
     help="Limit for each part of a rehearsal.",
 )
 @click.option("--strict", is_flag=True, help="Treat notes as failures.")
-@click.option("--ci", is_flag=True, help=f"For pipelines: write {JUNIT_FILE} and {SARIF_FILE}.")
-@click.option("--junit", metavar="FILE", help="Write the list as JUnit's XML.")
-@click.option("--sarif", metavar="FILE", help="Write findings of lint and checks as SARIF.")
 def command(
     *,
     as_json: bool,
     rehearse: bool,
     timeout: float,
     strict: bool,
-    ci: bool,
-    junit: str | None,
-    sarif: str | None,
     **flags: Any,
 ) -> int:
     """Check a submission before `hpctrain submit`; submits and keeps nothing.
@@ -100,7 +90,6 @@ def command(
     request = submit_request(flags, cluster_needed=False, imports_needed=False, ask_partitions=True)
     checks = _ask(request, rehearse_s=timeout if rehearse else None)
     checks.strict = strict
-    _write(checks, junit or (JUNIT_FILE if ci else ""), sarif or (SARIF_FILE if ci else ""))
     _print_list(checks, as_json=as_json)
     return checks.exit_code
 
@@ -116,24 +105,12 @@ def _ask(request: SubmitRequest, *, rehearse_s: float | None) -> CheckList:
             if one_line.in_place:  # elsewhere the list itself comes soon enough
                 one_line.show(f"looking at {text}")
 
-        checks = check_all(request, say)[0]
+        checks = check_all(request, say)
         if rehearse_s is not None:
             from hpctrain.advise.check.rehearsal import add_rehearsal
 
             add_rehearsal(checks, request, say, patience_s=rehearse_s)
     return checks
-
-
-def _write(checks: CheckList, junit: str, sarif: str) -> None:
-    """Write the files that pipelines read; "" for none."""
-    if junit:
-        from hpctrain.advise.check.forecast import junit as as_junit
-
-        replace_text(Path(junit), as_junit(checks))
-    if sarif:
-        from hpctrain.advise.check.forecast import sarif as as_sarif
-
-        replace_text(Path(sarif), json.dumps(as_sarif(checks), indent=1) + "\n")
 
 
 def _print_list(checks: CheckList, *, as_json: bool) -> None:
@@ -219,18 +196,23 @@ def preflight(
     clocks and an all-reduce. If the all-reduce is slow, finds the node. Lists bad nodes. Exit
     code 3 if a check failed.
     """
-    from hpctrain.launch.preflight import discard, make
+    from hpctrain.cluster.preflight.report import PreflightReport
+    from hpctrain.launch.preflight import discard, make, start, wait
 
     spec, site, runs, results = _login(flags)
-    report = _report([], results)
+    report = PreflightReport([], results)
     if spec is None or login_only or report.status == "fail":
         return _print_report(report, as_json=as_json, strict=strict)
     preflight = make(spec, site, runs, bandwidth=bandwidth, try_s=try_timeout)
     try:
-        results += _accepted(preflight, spec.cluster)
-        report = _report([], results)
+        if preflight.script is not None:
+            results += get_cluster(spec.cluster).check_script(preflight.script)
+        report = PreflightReport([], results)
         if report.status != "fail":
-            reported = _job(preflight, spec, timeout_s=timeout, quiet=as_json)
+            say = (lambda _: None) if as_json else echo_note
+            job = start(preflight, spec, os.environ)
+            say(f"{job.name} started; Ctrl-C cancels it")
+            reported = wait(preflight, job, timeout_s=timeout, say=say)
             report = replace(reported, results=[*results, *reported.results])
             _note_bad(report, spec, bad_node_hours)
     except BaseException:
@@ -239,12 +221,6 @@ def preflight(
     if report.status != "fail":
         discard(preflight)
     return _print_report(report, as_json=as_json, strict=strict)
-
-
-def _report(nodes: list[str], results: list[Result]) -> PreflightReport:
-    from hpctrain.cluster.preflight.report import PreflightReport
-
-    return PreflightReport(nodes, results)
 
 
 def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[Result]]:
@@ -266,22 +242,6 @@ def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[
     results += check_login(spec, site, prepared.runs)
     results.append(Result("login node", OK, f"looked at in {clock.monotonic() - began:.1f} s"))
     return spec, site, prepared.runs, results
-
-
-def _accepted(preflight: Preflight, cluster: str) -> list[Result]:
-    """What the scheduler says of the job before it is submitted."""
-    if preflight.script is None:
-        return []
-    return get_cluster(cluster).check_script(preflight.script)
-
-
-def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:
-    from hpctrain.launch.preflight import start, wait
-
-    job = start(preflight, spec, os.environ)
-    say = (lambda _: None) if quiet else echo_note
-    say(f"{job.name} started; Ctrl-C cancels it")
-    return wait(preflight, job, timeout_s=timeout_s, say=say)
 
 
 def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:

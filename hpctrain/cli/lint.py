@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.advise.lint.check import (
-    RuleChoice,
-    baseline_text,
-    beyond_baseline,
-    check_text,
-    fixed_text,
-    read_baseline,
-    unreadable,
-)
-from hpctrain.advise.lint.files import files_to_check
-from hpctrain.advise.lint.render import finding_lines, findings_plain, sarif, summary
-from hpctrain.advise.lint.rule import RULES, LintFinding
+from hpctrain.advise.lint.check import RuleChoice, check_text, files_to_check, unreadable
+from hpctrain.advise.lint.render import finding_lines, findings_plain, summary
+from hpctrain.advise.lint.rule import LEVELS, RULES, LintFinding
 from hpctrain.cli.options import json_option
-from hpctrain.core.base.files import (
-    MOST_SOURCE_BYTES,
-    NotText,
-    decoded,
-    read_source,
-    read_text,
-    replace_text,
-)
-from hpctrain.core.base.text import count
+from hpctrain.core.base.files import MOST_SOURCE_BYTES, NotText, decoded, read_source
 from hpctrain.core.terminal import echo_json, echo_warning
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.errors import ChecksFailed, NotFound
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from click.shell_completion import CompletionItem
 
     from hpctrain.advise.lint.folder import LintFolder
+
+    _Text = tuple[str, str | NotText, LintFolder | None]
+    """A file's name, its text or why it has none, and the folder of its imports."""
 
 EXAMPLES = """\b
 Examples:
   hpctrain lint train.py
   hpctrain lint .                                every program and configuration below
   hpctrain lint src --select HT1 --level info    one family of rules, with its hints
-  hpctrain lint train.py --fix --diff            what --fix would change
-  hpctrain lint . --write-baseline lint.json     record today's findings,
-  hpctrain lint . --baseline lint.json           and report only new ones
-  hpctrain lint . --format sarif >lint.sarif
+  hpctrain lint . --json >lint.json
   hpctrain lint --explain HT101
 """
-_LEVELS = ("error", "warning", "info")
 _COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 _STDIN = "<stdin>"
 
@@ -99,19 +77,8 @@ def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
     shell_complete=_complete_code,
     help="Ignore these rules.",
 )
-@click.option("--level", type=click.Choice(_LEVELS), help="Lowest level to report.  [warning]")
+@click.option("--level", type=click.Choice(LEVELS), help="Lowest level to report.  [warning]")
 @click.option("--strict", is_flag=True, help="Treat warnings as failures.")
-@click.option("--fix", is_flag=True, help="Apply safe changes.")
-@click.option("--diff", is_flag=True, help="Show the changes of --fix without applying them.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(("text", "json", "sarif")),
-    default="text",
-    help="Output format.  [text]",
-)
-@click.option("--baseline", metavar="FILE", help="Ignore findings listed in FILE.")
-@click.option("--write-baseline", metavar="FILE", help="Write all findings into FILE, and pass.")
 @click.option("--cpus", type=click.IntRange(min=1), help="CPUs of each rank, for HT308.")
 @click.option("--stdin", is_flag=True, help="Check standard input, for editors.")
 @click.option("--stdin-filename", metavar="NAME", help="File name of the standard input.")
@@ -124,10 +91,12 @@ def command(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     level: str | None,
-    form: str,
     as_json: bool,
     explain: str | None,
-    **flags: Any,
+    stdin: bool,
+    stdin_filename: str | None,
+    cpus: int | None,
+    strict: bool,
 ) -> None:
     """Check training scripts for distributed-training bugs.
 
@@ -145,26 +114,24 @@ def command(
     if explain is not None:
         _explain(explain)
         return
-    if bool(paths) == flags["stdin"]:
+    if bool(paths) == stdin:
         raise click.UsageError("name a PATH, or give a program at --stdin.")
-    if flags["stdin_filename"] and not flags["stdin"]:
+    if stdin_filename and not stdin:
         raise click.UsageError("--stdin-filename is for --stdin; add it.")
-    if flags["baseline"] and flags["write_baseline"]:
-        raise click.UsageError("--baseline reads and --write-baseline writes; take one.")
-    run = _Lint(RuleChoice(select, ignore), flags["cpus"], fix=flags["fix"], diff=flags["diff"])
-    if flags["stdin"]:
-        run.take_stdin(flags["stdin_filename"] or _STDIN)
-    else:
-        run.take_files(paths)
-    if run.printed:
-        return
-    if flags["write_baseline"]:
-        run.write_baseline(Path(flags["write_baseline"]))
-        return
-    if flags["baseline"]:
-        run.forget_known(Path(flags["baseline"]))
-    run.show(level or ("info" if select else "warning"), "json" if as_json else form)
-    run.conclude(strict=flags["strict"])
+    texts = iter([_from_stdin(stdin_filename or _STDIN)]) if stdin else _from_files(paths)
+    choice = RuleChoice(select, ignore)
+    findings: list[LintFinding] = []
+    files = 0
+    for files, (name, text, folder) in enumerate(texts, start=1):  # noqa: B007 - their number
+        if isinstance(text, NotText):
+            findings.append(unreadable(name, str(text)))
+        else:
+            findings += check_text(text, name, choice, cpus=cpus, folder=folder)
+    _show(findings, files, level or ("info" if select else "warning"), as_json=as_json)
+    fatal = ("error", "warning") if strict else ("error",)
+    failing = [one for one in findings if one.rule.level in fatal]
+    if failing:
+        raise ChecksFailed(summary(failing, len({one.path for one in failing}), 0))
 
 
 def _explain(code: str) -> None:
@@ -172,140 +139,45 @@ def _explain(code: str) -> None:
     if rule is None:
         raise NotFound(f"there is no rule {code}; `hpctrain help check.md` lists them")
     click.echo(f"{rule.code} {rule.level}: {rule.name}\n\n{rule.why}\n{rule.remedy}")
-    if rule.mends:
-        click.echo("--fix changes it where that is certain.")
     click.echo("More: hpctrain help check.md")
 
 
-class _Lint:
-    """What one call looks at, changes and tells."""
+def _from_files(paths: Sequence[str]) -> Iterator[_Text]:
+    """Read each file.
 
-    def __init__(self, choice: RuleChoice, cpus: int | None, *, fix: bool, diff: bool) -> None:
-        self.choice = choice
-        self.cpus = cpus
-        self.fix = fix
-        self.diff = diff
-        self.findings: list[LintFinding] = []
-        self.files = 0
-        self.folder: LintFolder | None = None
-        """That of the file at hand."""
-        self.printed = False
-        """Whether stdout has a program's text, or its difference, and nothing else may follow."""
-
-    def take_files(self, paths: Sequence[str]) -> None:
-        """Check each file, and fix it where asked."""
-        for path, folder in files_to_check(paths, echo_warning):
-            self.files += 1
-            self.folder = folder
-            try:
-                text = read_source(path)
-            except NotText as error:
-                self.findings.append(unreadable(str(path), str(error)))
-                continue
-            self._take(text, str(path), path)
-        self.printed = self.diff
-        if not self.files:
-            raise NotFound(f"no program and no configuration in {', '.join(paths)}")
-
-    def take_stdin(self, name: str) -> None:
-        """Check what comes in; with --fix print it as it should be."""
-        self.files = 1
+    Raises:
+        NotFound: there is none.
+    """
+    has_files = False
+    for path, folder in files_to_check(paths, echo_warning):
+        has_files = True
         try:
-            text = decoded(sys.stdin.buffer.read(MOST_SOURCE_BYTES + 1))
+            yield str(path), read_source(path), folder
         except NotText as error:
-            self.findings.append(unreadable(name, str(error)))
-            return
-        if self.fix and not self.diff:
-            sys.stdout.write(fixed_text(text, name, self.choice))
-            self.printed = True
-            return
-        self._take(text, name, None)
-        self.printed = self.diff
-
-    def _take(self, text: str, name: str, path: Path | None) -> None:
-        from hpctrain.advise.lint.syntax import as_diff, write_source
-
-        findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
-        if (self.fix or self.diff) and any(one.edits for one in findings):
-            after = fixed_text(text, name, self.choice)
-            if self.diff:
-                click.echo(as_diff(text, after, name), nl=False)
-            elif path is not None and after != text:
-                try:
-                    write_source(path, after)
-                    findings = check_text(
-                        after, name, self.choice, cpus=self.cpus, folder=self.folder
-                    )
-                except NotText as error:
-                    self.findings.append(unreadable(name, str(error)))
-        self.findings += findings
-
-    def _relative(self, beside: Path) -> list[LintFinding]:
-        """The findings with paths as seen from a baseline's folder."""
-        folder = beside.resolve().parent
-        return [
-            replace(one, path=Path(os.path.relpath(Path(one.path).resolve(), folder)).as_posix())
-            for one in self.findings
-        ]
-
-    def write_baseline(self, path: Path) -> None:
-        """Write what was found."""
-        replace_text(path, baseline_text(self._relative(path)))
-        number = len(self.findings)
-        verb = "is" if number == 1 else "are"
-        text = f"{count(number, 'finding')} in {count(self.files, 'file')}"
-        click.echo(f"{path}: {text} {verb} known now")
-
-    def forget_known(self, path: Path) -> None:
-        """Leave out what a baseline knows."""
-        baseline = _known(path)
-        relative = self._relative(path)
-        places = {id(one): original for one, original in zip(relative, self.findings, strict=True)}
-        self.findings = [places[id(one)] for one in beyond_baseline(relative, baseline)]
-
-    def show(self, level: str, form: str) -> None:
-        """Print what was found, from a level on."""
-        shown_levels = _LEVELS[: _LEVELS.index(level) + 1]
-        shown = [one for one in self.findings if one.rule.level in shown_levels]
-        if form != "text":
-            echo_json(sarif(shown) if form == "sarif" else findings_plain(shown, self.files))
-            return
-        self._print(shown)
-        hidden = sum(one.rule.level == "info" for one in self.findings if one not in shown)
-        click.echo(summary(shown, self.files, hidden))
-
-    def _print(self, shown: Sequence[LintFinding]) -> None:
-        explained: set[str] = set()
-        for finding in shown:
-            for text, style in finding_lines(finding, explained=finding.rule.code in explained):
-                click.secho(_plain(text), fg=_COLORS.get(style))
-            explained.add(finding.rule.code)
-
-    def conclude(self, *, strict: bool) -> None:
-        """Fail where there is an error.
-
-        Raises:
-            ChecksFailed: there is one; with `strict`, a warning.
-        """
-        failing = [
-            one
-            for one in self.findings
-            if one.rule.level == "error" or (strict and one.rule.level == "warning")
-        ]
-        if failing:
-            files = len({one.path for one in failing})
-            raise ChecksFailed(summary(failing, files, 0))
+            yield str(path), error, folder
+    if not has_files:
+        raise NotFound(f"no program and no configuration in {', '.join(paths)}")
 
 
-def _known(path: Path) -> Counter[tuple[str, str, str]]:
+def _from_stdin(name: str) -> _Text:
     try:
-        return read_baseline(read_text(path), str(path))
-    except FileNotFoundError:
-        raise NotFound(f"{path} is not there; make it by --write-baseline") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        return name, decoded(sys.stdin.buffer.read(MOST_SOURCE_BYTES + 1)), None
+    except NotText as error:
+        return name, error, None
 
 
-def _plain(text: str) -> str:
-    """A line without what a terminal obeys: paths and sources may hold anything."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)
+def _show(findings: Sequence[LintFinding], files: int, level: str, *, as_json: bool) -> None:
+    """Print what was found, from a level on."""
+    levels = LEVELS[: LEVELS.index(level) + 1]
+    shown = [one for one in findings if one.rule.level in levels]
+    if as_json:
+        echo_json(findings_plain(shown, files))
+        return
+    explained: set[str] = set()
+    for finding in shown:
+        for text, style in finding_lines(finding, explained=finding.rule.code in explained):
+            plain = re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)  # paths may hold anything
+            click.secho(plain, fg=_COLORS.get(style))
+        explained.add(finding.rule.code)
+    hidden = sum(one.rule.level == "info" for one in findings) if "info" not in levels else 0
+    click.echo(summary(shown, files, hidden))

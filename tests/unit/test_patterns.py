@@ -41,8 +41,8 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
     **{  # the rules' own, in rules/*.toml: see the test of the rules
         ("hpctrain.advise.lint.patterns", call): ()
         for call in (
-            "re.search(self.names_not, facts.all_names)",
-            "re.search(self.texts_not, facts.all_texts)",
+            "re.search(self.names_not, '\\n'.join(facts.words).lower())",
+            "re.search(self.texts_not, '\\n'.join(facts.texts).lower())",
             "re.search(rest, literal)",
             "re.match(pattern.value, str(literal))",
             "re.compile('|'.join((re.escape(name).replace('\\\\*', '.*') for name in self.call)))",

@@ -1,4 +1,4 @@
-"""A check's answers, as lines, JUnit XML and SARIF; and what is known of saves before a run. Pure.
+"""A check's answers, and what is known of saves before a run. Pure.
 
 Saves are compared with the disk, the time limit and the notice of a preemption. Numbers come from
 the newest earlier run of the program that saved; without one they are not known. The rules are
@@ -7,17 +7,11 @@ those of the ranks: `plan.interval` and docs/staying-alive.md.
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree as ET
 
-from hpctrain.advise.lint.render import sarif as sarif_of_lint
-from hpctrain.advise.lint.render import uri_of
-from hpctrain.core.base import VERSION
 from hpctrain.core.base.text import count, duration, size
 from hpctrain.core.settings.spec import Spec, load_spec
 from hpctrain.errors import ChecksFailed, HpctrainError
@@ -27,9 +21,8 @@ from hpctrain.ledger.plan import interval
 from hpctrain.ledger.run.find_run import look_into
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import CheckpointSettings
 
 OK, NOTE, FAIL, NOT_KNOWN = "ok", "note", "fail", "not known"
@@ -57,12 +50,9 @@ class CheckList:
     """All answers, in the order in which they were found."""
 
     lines: list[CheckLine] = field(default_factory=list)  # the answers
-    findings: list[LintFinding] = field(default_factory=list)  # what lint has found, for SARIF
     refusal: int = 0  # the exit code with which `submit` would refuse, 0 where it would not
     name: str = ""  # what is checked: the program, or the shipped recipe
     calls_hpctrain: bool | None = None  # None: not known
-    # the program's file, as seen from where the command was called; "" where it has none
-    place: str = ""
     strict: bool = False  # notes fail too
 
     def number(self, status: str) -> int:
@@ -106,116 +96,6 @@ def summary(checks: CheckList) -> str:
     parts += [f"{checks.number(NOT_KNOWN)} not known"] if checks.number(NOT_KNOWN) else []
     what = ", ".join(parts) or "all is well"
     return f"{what} in {count(len(checks.lines), 'check')}: exit code {checks.exit_code}"
-
-
-NAME = "hpctrain check"
-_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_SARIF_LEVELS = {FAIL: "error", NOTE: "warning"}
-_OF_LINT = "lint"
-
-
-def junit(checks: CheckList) -> str:
-    """The list as one suite of JUnit's: what failed is a failure, what is not known is skipped."""
-    suite = ET.Element(
-        "testsuite",
-        {
-            "name": _plain(f"{NAME}: {checks.name}"),
-            "tests": str(len(checks.lines)),
-            "failures": str(checks.number(FAIL)),
-            "errors": "0",
-            "skipped": str(checks.number(NOT_KNOWN)),
-            "time": f"{sum(line.seconds for line in checks.lines):.3f}",
-        },
-    )
-    for name, line in zip(_names(checks.lines), checks.lines, strict=True):
-        _add_case(suite, name, line)
-    top = ET.Element("testsuites", {"name": NAME})
-    top.append(suite)
-    ET.indent(top)
-    return ET.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _names(lines: Sequence[CheckLine]) -> list[str]:
-    """One for each: several lines of a check are numbered, as tables of tests know them by name."""
-    seen: Counter[str] = Counter()
-    names = []
-    for line in lines:
-        seen[line.check] += 1
-        number = seen[line.check]
-        names.append(line.check if number == 1 else f"{line.check} ({number})")
-    return names
-
-
-def _add_case(suite: ET.Element, name: str, line: CheckLine) -> None:
-    attributes = {
-        "classname": "hpctrain.advise.check",
-        "name": _plain(name),
-        "time": f"{line.seconds:.3f}",
-    }
-    if line.path:
-        attributes["file"] = _plain(line.path)
-        attributes["line"] = str(max(line.line, 1))
-    case = ET.SubElement(suite, "testcase", attributes)
-    text = _plain("\n".join(filter(None, [line.message, line.hint])))
-    if line.status == FAIL:
-        ET.SubElement(case, "failure", {"message": _plain(line.message)}).text = text
-    elif line.status == NOT_KNOWN:
-        ET.SubElement(case, "skipped", {"message": _plain(line.message)})
-    else:
-        ET.SubElement(case, "system-out").text = f"{line.status}: {text}"
-
-
-def _plain(text: str) -> str:
-    """Text without what XML cannot hold."""
-    return _NOT_XML.sub("?", text)
-
-
-def sarif(checks: CheckList) -> dict[str, Any]:
-    """What lint has found, and in a run of its own what other checks failed or noted."""
-    log = sarif_of_lint(checks.findings)
-    lines = [
-        line for line in checks.lines if line.status in _SARIF_LEVELS and line.check != _OF_LINT
-    ]
-    rules = list(dict.fromkeys(_rule_id(line.check) for line in lines))
-    log["runs"].append(
-        {
-            "tool": {
-                "driver": {
-                    "name": NAME,
-                    "version": VERSION,
-                    "rules": [{"id": rule} for rule in rules],
-                }
-            },
-            "columnKind": "unicodeCodePoints",
-            "results": [
-                _result(line, rules.index(_rule_id(line.check)), checks.place) for line in lines
-            ],
-        }
-    )
-    return log
-
-
-def _rule_id(check: str) -> str:
-    return "check/" + re.sub(r"[^a-z0-9]+", "-", check.lower()).strip("-")
-
-
-def _result(line: CheckLine, rule: int, place: str) -> dict[str, Any]:
-    """A result; what has no place of its own is shown at the program's first line."""
-    hint = f". {line.hint}" if line.hint else ""
-    result: dict[str, Any] = {
-        "ruleId": _rule_id(line.check),
-        "ruleIndex": rule,
-        "level": _SARIF_LEVELS[line.status],
-        "message": {"text": f"{line.message}{hint}"},
-    }
-    path = line.path or place
-    if path:
-        physical = {
-            "artifactLocation": {"uri": uri_of(path)},
-            "region": {"startLine": max(line.line, 1)},
-        }
-        result["locations"] = [{"physicalLocation": physical}]
-    return result
 
 
 FULL_SHARE = 0.8
@@ -432,7 +312,10 @@ def past_saves(spec: Spec, runs: Path, ranks: int) -> PastSaves | None:
         if save_s is not None:
             sizes = [save.size_bytes for save in history.saves if save.committed]
             size = next((one for one in reversed(sizes) if one), None)
-            return PastSaves(run.name, save_s, interval.costs(history), size, _step_s(history))
+            marks = [one.fact for one in history.training if isinstance(one, StepMark)]
+            times = [fact.p50_s for fact in marks[-MARKS:] if fact.p50_s]
+            step_s = statistics.median(times) if times else None
+            return PastSaves(run.name, save_s, interval.costs(history), size, step_s)
     return None
 
 
@@ -448,9 +331,3 @@ def _is_same(spec: Spec, other: Spec) -> bool:
 
 def _model(spec: Spec) -> dict[str, object]:
     return {k: v for k, v in asdict(spec.settings.train).items() if k not in _NO_MATTER}
-
-
-def _step_s(history: RunHistory) -> float | None:
-    marks = [one.fact for one in history.training if isinstance(one, StepMark)]
-    times = [fact.p50_s for fact in marks[-MARKS:] if fact.p50_s]
-    return statistics.median(times) if times else None

@@ -27,12 +27,12 @@ from hpctrain.advise.check.forecast import (
     CheckList,
     past_saves,
 )
+from hpctrain.advise.lint.render import lint_program
 from hpctrain.cluster.preflight import report as nodes_report
 from hpctrain.cluster.preflight.bounded import Unanswered, bounded
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.cluster.site.schema import Site
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.check import node_range, time_s
 from hpctrain.core.settings.schema import Settings
@@ -41,6 +41,7 @@ from hpctrain.launch.checks import ranks_python
 from hpctrain.launch.preflight import TIMEOUT_S, check_login
 from hpctrain.launch.prepare import Prepared, SubmitRequest, prepare
 from hpctrain.launch.program import (
+    PYTHON_KINDS,
     ProgramImports,
     WantedImport,
     imports_of,
@@ -52,7 +53,6 @@ from hpctrain.ledger.run.layout import RunDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.spec import Entry, Spec
 
     Say = Callable[[str], None]
@@ -64,19 +64,15 @@ _STATUS = {
     nodes_report.FAIL: FAIL,
     nodes_report.UNKNOWN: NOT_KNOWN,
 }
-_PYTHON = frozenset({"script", "module"})
 _TOKEN = "check"  # noqa: S105 - stands where a submission's own token stands
 
 
-def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | None]:
+def check_all(request: SubmitRequest, say: Say) -> CheckList:
     """Ask everything that needs no run.
 
     Args:
         request: What would be submitted.
         say: Told what is looked at.
-
-    Returns:
-        The answers, and what `submit` would make; None where it would refuse.
     """
     checks = CheckList(name=" ".join(request.command) or "the shipped recipe")
     say("settings, site and scheduler")
@@ -86,10 +82,13 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
         checks.refusal = error.exit_code
         which = "scheduler" if isinstance(error, ClusterError) else "submit"
         checks.lines.append(CheckLine(which, FAIL, str(error)))
-        _look_alone(request, checks, say)
+        with suppress(HpctrainError):  # then that is what submit has refused
+            if request.command:
+                entry = read_program(request.command, request.cwd, request.environ).entry
+                _program(entry, Settings(), checks, request, say)
         message = "what comes after the failed check was not looked at"
         checks.lines.append(CheckLine("the rest", NOT_KNOWN, message, "fix that, and check again"))
-        return checks, None
+        return checks
     spec = prepared.spec
     site = None if spec.preset is None else Site.from_plain(spec.preset)
     checks.lines += _submit_lines(prepared)
@@ -105,16 +104,7 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
         True if is_recipe else None if imports is None else imports.knows_hpctrain
     )
     checks.lines += _forecasts(prepared, site, calls_hpctrain=checks.calls_hpctrain)
-    return checks, prepared
-
-
-def _look_alone(request: SubmitRequest, checks: CheckList, say: Say) -> None:
-    """Lint of a program whose settings are wrong, where it can be found."""
-    if not request.command:
-        return
-    with suppress(HpctrainError):  # then that is what submit has refused
-        entry = read_program(request.command, request.cwd, request.environ).entry
-        _program(entry, Settings(), checks, request, say)
+    return checks
 
 
 def _submit_lines(prepared: Prepared) -> Iterator[CheckLine]:
@@ -157,63 +147,29 @@ def _program(
     if entry.kind == "recipe":
         checks.lines.append(CheckLine("lint", OK, "the shipped recipe"))
         return ProgramImports([WantedImport("torch", (), "", 0, is_sure=True)])
-    if entry.kind not in _PYTHON or not entry.path:
+    if entry.kind not in PYTHON_KINDS or not entry.path:
         message = f"{entry.path or entry.module} is no Python file of this machine"
         checks.lines.append(CheckLine("lint", NOT_KNOWN, message))
         return None
     say("lint")
-    path = Path(entry.path)
-    cwd = request.cwd
-    checks.place = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
-    findings, line = _lint(path, settings, checks.place)
-    checks.findings += findings
-    checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
-    if line is not None:
-        checks.lines.append(line)
-    checks.lines += _goes_on(path, entry, settings, checks.place)
-    return imports_of(path, own_folders(entry))
-
-
-def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
-    from hpctrain.advise.lint.check import RuleChoice, check_text
-    from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.render import BEGINS_ANEW
-
-    try:
-        text = read_source(path)
-    except NotText as error:
-        return [], CheckLine("lint", NOT_KNOWN, f"{name} {error}", path=name)
-    without = RuleChoice(ignore=(BEGINS_ANEW,))
-    folder = LintFolder(path.parent, is_whole=False)
-    cpus = settings.slurm.cpus_per_rank or None
-    findings = check_text(text, name, without, cpus=cpus, folder=folder)
+    name, findings, anew, unread = lint_program(entry, settings, request.cwd)
     hints = sum(one.rule.level == "info" for one in findings)
-    if hints < len(findings):
-        return findings, None
-    more = f"; {count(hints, 'hint')} (hpctrain lint {name} --level info)" if hints else ""
-    return findings, CheckLine("lint", OK, f"nothing found in {name}{more}", path=name)
-
-
-def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[CheckLine]:
-    """Whether a program that saves resumes from its checkpoints, as it is started."""
-    if settings.run.resume_args or settings.checkpoint.sealed:
-        return []
-    from hpctrain.launch.begins_anew import begins_anew
-
-    try:
-        anew = begins_anew(read_source(path), entry.args)
-    except NotText:  # lint has said so
-        return []
-    if anew is None:
-        return []
-    return [CheckLine("resume", NOTE, anew.note(name), "", name, anew.save.lineno)]
-
-
-def _lint_line(finding: LintFinding) -> CheckLine:
-    rule = finding.rule
-    status = FAIL if rule.level == "error" else NOTE
-    message = f"{finding.path}:{finding.line} {rule.code} {finding.message}"
-    return CheckLine("lint", status, message, rule.remedy, finding.path, finding.line)
+    for finding in findings:
+        rule, place = finding.rule, (finding.path, finding.line)
+        if rule.level != "info":
+            status = FAIL if rule.level == "error" else NOTE
+            message = f"{finding.path}:{finding.line} {rule.code} {finding.message}"
+            checks.lines.append(CheckLine("lint", status, message, rule.remedy, *place))
+    if unread:
+        checks.lines.append(CheckLine("lint", NOT_KNOWN, f"{name} {unread}", path=name))
+    elif hints == len(findings):
+        more = f"; {count(hints, 'hint')} (hpctrain lint {name} --level info)" if hints else ""
+        message = f"nothing found in {name}{more}"
+        checks.lines.append(CheckLine("lint", OK, message, path=name))
+    if anew is not None:
+        place = (name, anew.save.lineno)
+        checks.lines.append(CheckLine("resume", NOTE, anew.note(name), "", *place))
+    return imports_of(Path(entry.path), own_folders(entry))
 
 
 def _import_lines(
@@ -231,7 +187,10 @@ def _import_lines(
     if ranks_python(spec.settings, cluster, spec.python) != spec.python:
         message = f"the ranks' Python is that of {spec.settings.container.image}, not started here"
         return [CheckLine(name, NOT_KNOWN, message)]
-    wanted = _once(imports.others)
+    once: dict[tuple[str, tuple[str, ...]], WantedImport] = {}
+    for each in sorted(imports.others, key=lambda one: not one.is_sure):
+        once.setdefault((each.module, each.names), each)
+    wanted = list(once.values())
     say(f"{count(len(wanted), 'import')} on {spec.python}")
     began = clock.monotonic()
     answer = try_imports(
@@ -243,7 +202,11 @@ def _import_lines(
     )
     brought = bool(spec.settings.slurm.setup or cluster.setup_lines(site))
     lines = [_failed_import(one, why, brought=brought, spec=spec) for one, why in answer.failed]
-    lines += [_absent(one, entry) for one in imports.missing]
+    absent = "the program's own folder has no module"
+    lines += [
+        _import_line(one, f"{absent} {one.module}", "", entry, fails=one.is_sure)
+        for one in imports.missing
+    ]
     if answer.trouble:
         lines.append(CheckLine(name, NOT_KNOWN, f"{spec.python}: {answer.trouble}"))
     elif not lines:
@@ -255,42 +218,26 @@ def _import_lines(
     return lines
 
 
-def _once(wanted: Sequence[WantedImport]) -> list[WantedImport]:
-    """Each module and name once; one that is sure to be imported before others."""
-    kept: dict[tuple[str, tuple[str, ...]], WantedImport] = {}
-    for each in sorted(wanted, key=lambda one: not one.is_sure):
-        kept.setdefault((each.module, each.names), each)
-    return list(kept.values())
-
-
 def _failed_import(wanted: WantedImport, why: str, *, brought: bool, spec: Spec) -> CheckLine:
-    place = _place(wanted, spec.entry)
-    message = f"{place}: import {wanted.module}: {why} (with {spec.python})"
     top = wanted.module.partition(".")[0]
     hint = f"install {top} where {spec.python} finds it"
     if brought:
-        return CheckLine("imports", NOTE, message, "unless the job's modules or setup bring it")
-    if not wanted.is_sure:
+        hint = "unless the job's modules or setup bring it"
+    elif not wanted.is_sure:
         hint = f"{hint}, unless that part of the program is never used"
-        return CheckLine("imports", NOTE, message, hint, _shown(wanted, spec.entry), wanted.line)
-    return CheckLine("imports", FAIL, message, hint, _shown(wanted, spec.entry), wanted.line)
+    what = f"import {wanted.module}: {why} (with {spec.python})"
+    return _import_line(wanted, what, hint, spec.entry, fails=wanted.is_sure and not brought)
 
 
-def _absent(wanted: WantedImport, entry: Entry) -> CheckLine:
-    status = FAIL if wanted.is_sure else NOTE
-    message = f"{_place(wanted, entry)}: the program's own folder has no module {wanted.module}"
-    return CheckLine("imports", status, message, "", _shown(wanted, entry), wanted.line)
-
-
-def _place(wanted: WantedImport, entry: Entry) -> str:
-    return f"{_shown(wanted, entry)}:{wanted.line}" if wanted.path else "the recipe"
-
-
-def _shown(wanted: WantedImport, entry: Entry) -> str:
-    cwd = Path(entry.cwd)
-    return (
-        os.path.relpath(wanted.path, cwd) if Path(wanted.path).is_relative_to(cwd) else wanted.path
-    )
+def _import_line(
+    wanted: WantedImport, what: str, hint: str, entry: Entry, *, fails: bool
+) -> CheckLine:
+    """What is said of an import, with its place as seen from the program's working directory."""
+    cwd, path = Path(entry.cwd), wanted.path
+    shown = os.path.relpath(path, cwd) if Path(path).is_relative_to(cwd) else path
+    place = f"{shown}:{wanted.line}" if path else "the recipe"
+    status = FAIL if fails else NOTE
+    return CheckLine("imports", status, f"{place}: {what}", hint, shown, wanted.line)
 
 
 def _forecasts(
@@ -406,7 +353,10 @@ def try_imports(
         )
         output, code = done.stdout, done.returncode
         last = next(iter(reversed(done.stderr.split("\n")[:-1])), "")
-        trouble = _ended(code, last) if code else ""
+        trouble = f"it ended with exit code {code}" if code else ""
+        trouble += f": {last.strip()}" if code and last.strip() else ""
+        if code < 0:
+            trouble = f"it ended by {signal.Signals(-code).name}"
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
         output = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
@@ -433,10 +383,3 @@ def _answer(wanted: Sequence[WantedImport], output: str, trouble: str) -> ProbeA
             return ProbeAnswer([*failed, (wanted[current], why)], tried)
         trouble = f"import {wanted[current].module}: {trouble}"
     return ProbeAnswer(failed, tried, trouble)
-
-
-def _ended(code: int, last: str) -> str:
-    """How an interpreter has ended, in words."""
-    if code < 0:
-        return f"it ended by {signal.Signals(-code).name}"
-    return f"it ended with exit code {code}" + (f": {last.strip()}" if last.strip() else "")

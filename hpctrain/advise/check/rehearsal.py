@@ -10,9 +10,9 @@ import contextlib
 import os
 import shutil
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from hpctrain.advise.check.comparison import (
     ROUNDING,
@@ -38,8 +38,7 @@ from hpctrain.launch.prepare import SubmitRequest, flags_of
 from hpctrain.ledger.run import events as ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpctrain.ledger.run.layout import RunDir
 
@@ -94,7 +93,7 @@ def rehearse(
     began = clock.monotonic()
     lines: list[CheckLine] = []
     try:
-        with RehearsalStage(request, patience_s=patience_s) as stage:
+        with rehearsal_stage(request, patience_s=patience_s) as stage:
             lines += _result_lines(stage, say) if calls_hpctrain else _silent(stage, say)
     except HpctrainError as error:
         hint = "nothing of it is left; try it with hpctrain submit --cluster local"
@@ -114,9 +113,9 @@ def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     attempts = stage.wait(run, job_id, lambda seen: bool(seen) and seen[-1].last >= STEPS)
     if not attempts or not attempts[-1].last:
         return [_no_steps(attempts)]
-    stage.preempt(job_id)
+    get_cluster(LOCAL).rehearse(job_id, time_limit=False)
     say("rehearse: preempted, until it resumes")
-    attempts = stage.wait(run, job_id, _went_on)
+    attempts = stage.wait(run, job_id, lambda seen: len(seen) > 1 and len(seen[1].losses) >= STEPS)
     stage.end(job_id)
     if len(attempts) == 1:
         return [_never_stopped(attempts[0])]
@@ -133,11 +132,6 @@ def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
         return [line, losses]
     say("rehearse: the same on one rank")
     return [line, losses, _alone(stage, whole)]
-
-
-def _went_on(attempts: list[RehearsedAttempt]) -> bool:
-    """Whether the second attempt has done its steps."""
-    return len(attempts) > 1 and len(attempts[1].losses) >= STEPS
 
 
 def _no_steps(attempts: list[RehearsedAttempt]) -> CheckLine:
@@ -246,14 +240,14 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     say(f"rehearse: {RANKS} ranks, until they are preempted")
     began = clock.now()
     run, job_id = stage.start("stopped", RANKS)
-    attempts = stage.wait(run, job_id, _Printing(run, 1, STEPS, lambda: stage.has_saved(began)))
+    attempts = stage.wait(run, job_id, _has_printed(run, 1, STEPS, lambda: stage.has_saved(began)))
     if attempts and attempts[-1].reason is not None:
         return [_no_steps(attempts)]
     saved = stage.has_saved(began)
-    stage.preempt(job_id)
+    get_cluster(LOCAL).rehearse(job_id, time_limit=False)
     asked = clock.now()
     say("rehearse: preempted, until it has started again")
-    attempts = stage.wait(run, job_id, _Printing(run, 2, STEPS))
+    attempts = stage.wait(run, job_id, _has_printed(run, 2, STEPS))
     stage.end(job_id)
     if len(attempts) == 1:
         return [_never_stopped(attempts[0])]
@@ -268,9 +262,9 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
         return [*lines, CheckLine(_LOSS, NOT_KNOWN, message)]
     say("rehearse: the same, undisturbed")
     run, job_id = stage.start("undisturbed", RANKS)
-    stage.wait(run, job_id, _Printing(run, 1, after.last))
+    stage.wait(run, job_id, _has_printed(run, 1, after.last))
     stage.end(job_id)
-    return [*lines, printed_line(before, after, _printed(run, 1))]
+    return [*lines, printed_line(before, after, RehearsedAttempt(printed_losses(_log(run, 1))))]
 
 
 def resume_line(
@@ -319,26 +313,25 @@ def printed_line(
     return replace(losses, status=NOTE) if losses.status == FAIL else losses
 
 
-class _Printing:
-    """Whether an attempt has printed so many places, and has saved where that is asked."""
+def _has_printed(
+    run: RunDir, number: int, steps: int, has_saved: Callable[[], bool] = lambda: True
+) -> Enough:
+    """Return whether an attempt has printed so many places, and has saved where that is asked."""
+    began: float | None = None
 
-    def __init__(
-        self, run: RunDir, number: int, steps: int, has_saved: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._run, self._number, self._steps, self._has_saved = run, number, steps, has_saved
-        self._began: float | None = None
-
-    def __call__(self, attempts: list[RehearsedAttempt]) -> bool:
-        if len(attempts) < self._number:
+    def enough(attempts: list[RehearsedAttempt]) -> bool:
+        nonlocal began
+        if len(attempts) < number:
             return False
-        now = clock.monotonic()
-        self._began = self._began or now
-        log = _log(self._run, self._number)
+        began = began or clock.monotonic()
+        log = _log(run, number)
         losses, places = printed_losses(log), len(set(printed_places(log)))
-        if now > self._began + (UNSAVED_S if places else SILENT_S):
+        if clock.monotonic() > began + (UNSAVED_S if places else SILENT_S):
             return True
-        enough = places > self._steps or max(losses, default=0) >= self._steps > STEPS
-        return enough and self._has_saved()
+        is_enough = places > steps or max(losses, default=0) >= steps > STEPS
+        return is_enough and has_saved()
+
+    return enough
 
 
 def _log(run: RunDir, number: int) -> str:
@@ -347,10 +340,6 @@ def _log(run: RunDir, number: int) -> str:
         return read_text(run.rank_log(number, 0))
     except OSError:  # nothing
         return ""
-
-
-def _printed(run: RunDir, number: int) -> RehearsedAttempt:
-    return RehearsedAttempt(printed_losses(_log(run, number)))
 
 
 def left_line(before: RehearsedAttempt, seconds: float) -> CheckLine:
@@ -387,62 +376,52 @@ _SETS = (
 _ENV = ("CUDA_VISIBLE_DEVICES=", "WANDB_MODE=offline")
 
 
-class RehearsalFailed(HpctrainError):
-    """A rehearsal came to no end that tells something."""
-
-
 MOST_FILES = 20_000
 _CHECKPOINTS = frozenset(
     {".bin", ".ckpt", ".msgpack", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar"}
 )
 
 
-class RehearsalStage:
-    """Runs of a program on this machine's processors. A context manager."""
+@contextlib.contextmanager
+def rehearsal_stage(request: SubmitRequest, *, patience_s: float) -> Iterator[RehearsalStage]:
+    """Have local jobs of this process lie in a folder; at the end end them, then remove it.
 
-    def __init__(self, request: SubmitRequest, *, patience_s: float) -> None:
-        """Set nothing up yet.
-
-        Args:
-            request: The run that is to come.
-            patience_s: So long may each wait take.
-        """
-        self._request = request
-        self._patience_s = patience_s
-        self._jobs: list[str] = []
-        self._folder = Path()
-        self._new_runs: list[Path] = []
-        self._before: str | None = None
-
-    def __enter__(self) -> Self:
-        """Make the folder; local jobs of this process lie in it from now on."""
-        runs = Path(os.path.normpath(self._request.cwd / self._request.runs))
-        self._new_runs = [one for one in (runs, *runs.parents) if not one.exists()]
-        make_runs_folder(runs)
-        self._folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=runs))
-        self._before = os.environ.get(HPCTRAIN_LOCAL_DIR)
-        os.environ[HPCTRAIN_LOCAL_DIR] = str(self._folder / "jobs")
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
-        """End the jobs, then remove the folder."""
+    Args:
+        request: The run that is to come.
+        patience_s: So long may each wait take.
+    """
+    runs = Path(os.path.normpath(request.cwd / request.runs))
+    new_runs = [one for one in (runs, *runs.parents) if not one.exists()]
+    make_runs_folder(runs)
+    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=runs))
+    before = os.environ.get(HPCTRAIN_LOCAL_DIR)
+    os.environ[HPCTRAIN_LOCAL_DIR] = str(folder / "jobs")
+    stage = RehearsalStage(request, folder, patience_s)
+    try:
         try:
-            for job_id in self._jobs:
-                self.end(job_id)
+            yield stage
         finally:
-            if self._before is None:
-                del os.environ[HPCTRAIN_LOCAL_DIR]
-            else:
-                os.environ[HPCTRAIN_LOCAL_DIR] = self._before
-            shutil.rmtree(self._folder, ignore_errors=True)
-            for folder in self._new_runs:
-                with contextlib.suppress(OSError):  # somebody else has put something there
-                    remove_runs_folder(folder)
+            for job_id in stage.jobs:
+                stage.end(job_id)
+    finally:
+        if before is None:
+            del os.environ[HPCTRAIN_LOCAL_DIR]
+        else:
+            os.environ[HPCTRAIN_LOCAL_DIR] = before
+        shutil.rmtree(folder, ignore_errors=True)
+        for made in new_runs:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                remove_runs_folder(made)
+
+
+@dataclass
+class RehearsalStage:
+    """Runs of a program on this machine's processors."""
+
+    request: SubmitRequest  # the run that is to come
+    folder: Path  # of the runs and their jobs
+    patience_s: float  # so long may each wait take
+    jobs: list[str] = field(default_factory=list)  # those that were started
 
     def start(
         self, name: str, ranks: int, *, sets: tuple[str, ...] = (), faults: str = ""
@@ -458,12 +437,12 @@ class RehearsalStage:
         Raises:
             HpctrainError: it cannot be made.
         """
-        asked = self._request
+        asked = self.request
         env = [*asked.env, *_ENV, *([f"{HPCTRAIN_FAULTS}={faults}"] if faults else [])]
         request = replace(
             asked,
             cluster=LOCAL,
-            runs=self._folder / "runs",
+            runs=self.folder / "runs",
             name=name,
             flags={
                 **{path: f for path, f in asked.flags.items() if not path.startswith(_OF_THE_JOB)},
@@ -484,33 +463,29 @@ class RehearsalStage:
         )
         submitted = submit_run(request)
         if submitted.job_id is None:
-            raise RehearsalFailed(f"{name} has no job")
-        self._jobs.append(submitted.job_id)
+            raise HpctrainError(f"{name} has no job")
+        self.jobs.append(submitted.job_id)
         return submitted.run, submitted.job_id
-
-    def preempt(self, job_id: str) -> None:
-        """Have a job hear of a preemption, with a grace time; it starts again after it."""
-        get_cluster(LOCAL).rehearse(job_id, time_limit=False)
 
     def wait(self, run: RunDir, job_id: str, enough: Enough) -> list[RehearsedAttempt]:
         """The run's attempts, once there is enough of them, or once its job is over.
 
         Raises:
-            RehearsalFailed: a rank has failed, or it took too long.
+            HpctrainError: a rank has failed, or it took too long.
         """
-        until = clock.monotonic() + self._patience_s
+        until = clock.monotonic() + self.patience_s
         while True:
             job = get_cluster(LOCAL).job(job_id)  # before the ledger: what it ended with is in it
             attempts = rehearsed(ledger.read(run))
             failure = next((one.failure for one in attempts if one.failure), "")
             if failure:
-                raise RehearsalFailed(failure)
+                raise HpctrainError(failure)
             if enough(attempts) or job is None or not job.alive:
                 return attempts
             if clock.monotonic() > until:
                 last = attempts[-1].last if attempts else 0
-                raise RehearsalFailed(
-                    f"after {self._patience_s:g} s it had come to step {last} of attempt "
+                raise HpctrainError(
+                    f"after {self.patience_s:g} s it had come to step {last} of attempt "
                     f"{len(attempts)}; give it longer with --timeout"
                 )
             clock.sleep(POLL_S)
@@ -522,14 +497,14 @@ class RehearsalStage:
             since: Seconds since the epoch; older files are not meant.
         """
         seen = 0
-        for folder, below, files in os.walk(self._request.cwd):
+        for folder, below, files in os.walk(self.request.cwd):
             below[:] = [name for name in below if not name.startswith(".") and name != "venv"]
             seen += len(files)
             if seen > MOST_FILES:
                 return False  # a folder of data; nobody waits for a look at all of it
             for name in files:
                 path = Path(folder, name)
-                if path.suffix in _CHECKPOINTS and not path.is_relative_to(self._folder):
+                if path.suffix in _CHECKPOINTS and not path.is_relative_to(self.folder):
                     with contextlib.suppress(OSError):  # it is replaced at this moment
                         if path.stat().st_mtime >= since:
                             return True
@@ -538,13 +513,11 @@ class RehearsalStage:
     def end(self, job_id: str) -> None:
         """Cancel a job and wait for its end."""
         cluster = get_cluster(LOCAL)
-        job = cluster.job(job_id)
-        if job is None or not job.alive:
-            return
-        cluster.cancel(job_id)
-        until = clock.monotonic() + END_S
-        while clock.monotonic() < until:
-            job = cluster.job(job_id)
-            if job is None or not job.alive:
+        until = None
+        while (job := cluster.job(job_id)) is not None and job.alive:
+            if until is None:
+                cluster.cancel(job_id)
+                until = clock.monotonic() + END_S
+            elif clock.monotonic() >= until:
                 return
             clock.sleep(POLL_S)

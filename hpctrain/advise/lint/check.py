@@ -1,55 +1,51 @@
-"""From the text of a file to its findings, and to the text without those that can be fixed.
+"""Which files are checked, and from the text of a file to its findings.
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
-where it stands alone, and a file has known findings. HT002 reports a comment
-that hides nothing.
+where it stands alone. HT002 reports a comment that hides nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import io
-import json
+import os
 import re
 import tokenize
-from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.arguments import check_arguments, check_legacy
-from hpctrain.advise.lint.deepspeed_config import check_deepspeed, check_initialize
+from hpctrain.advise.lint.arguments import check_arguments
+from hpctrain.advise.lint.deepspeed_config import (
+    check_deepspeed,
+    check_initialize,
+    is_deepspeed,
+    parse_json,
+)
 from hpctrain.advise.lint.divergence import check_divergence
+from hpctrain.advise.lint.folder import LintFolder, walk_files
 from hpctrain.advise.lint.loading import check_loading, check_saving
 from hpctrain.advise.lint.patterns import check_patterns
 from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
 from hpctrain.advise.lint.rule import RULES, LintFinding
-from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax, apply_edits
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
+from hpctrain.core.base.files import read_source
+from hpctrain.errors import HpctrainError, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from hpctrain.advise.lint.folder import LintFolder
-
-    Check = Callable[[ProgramFacts], Iterator[LintFinding]]
-
-SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
     check_divergence,
     check_arguments,
     check_patterns,
     check_precision,
     check_loading,
-    check_legacy,
     check_saving,
     check_initialize,
 )
-_FIXING = (check_patterns, check_legacy)
-"""Those whose rules have edits."""
-_MOST_ROUNDS = 8
+SETTINGS_NAME = "hpctrain.toml"
 _TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
 
 
@@ -66,11 +62,6 @@ class RuleChoice:
             bool(self.ignore) and code.startswith(self.ignore)
         )
 
-    @property
-    def all_rules(self) -> bool:
-        """Whether no rule is left out."""
-        return not self.select and not self.ignore
-
 
 EVERY_RULE = RuleChoice()
 
@@ -85,71 +76,42 @@ def check_text(
 ) -> list[LintFinding]:
     """Return all findings in a file's text, in its order.
 
-    A finding has edits only where `fixed_text` applies them. `path` also says what kind of file it
-    is. `cpus` are those of each rank, if known. Imports are followed into the files of `folder`.
+    `path` also says what kind of file it is. `cpus` are those of each rank, if known. Imports are
+    followed into the files of `folder`.
     """
-    findings = _found(text, path, choice, cpus=cpus, folder=folder)
-    if not any(one.edits for one in findings):
-        return findings
-    kept = _counts(findings) - _left_by_edits(text, path, choice, findings)
-    return [one if kept[one.rule.code] else replace(one, edits=()) for one in findings]
-
-
-def _left_by_edits(
-    text: str, path: str, choice: RuleChoice, findings: list[LintFinding]
-) -> Counter[str]:
-    """Return how many findings of each rule are left after `--fix`."""
-    edits = [edit for one in findings for edit in one.edits]
-    left = _found(apply_edits(text, edits), path, choice, checks=_FIXING)
-    if any(one.edits for one in left) or _counts(left) - _counts(findings):
-        left = _found(fixed_text(text, path, choice), path, choice, checks=_FIXING)
-    return _counts(left)
-
-
-def _found(
-    text: str,
-    path: str,
-    choice: RuleChoice,
-    *,
-    cpus: int | None = None,
-    folder: LintFolder | None = None,
-    checks: Sequence[Check] | None = None,
-) -> list[LintFinding]:
     name = PurePath(path).name
     if name.endswith(".json"):
-        findings = _check_json(text, path, is_named=folder is not None and folder.names(path))
+        is_named = folder is not None and folder.names(path)
+        try:
+            findings = list(check_deepspeed(text, path, is_named=is_named))
+        except ValueError as error:
+            findings = [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
     elif name.endswith(".toml"):
         findings = _check_settings(text, path)
     else:
-        facts_of = functools.partial(ProgramFacts, cpus=cpus, folder=folder)
-        findings = _check_program(text, path, choice, facts_of, checks or _CHECKS)
-    return sorted(
-        {one: None for one in findings if choice.takes(one.rule.code)}, key=lambda one: one.place
-    )
+        findings = _check_program(text, path, choice, cpus, folder)
+    kept = dict.fromkeys(one for one in findings if choice.takes(one.rule.code))
+    return sorted(kept, key=lambda one: one.place)
 
 
 def _check_program(
-    text: str,
-    path: str,
-    choice: RuleChoice,
-    facts_of: Callable[[ProgramSyntax], ProgramFacts],
-    checks: Sequence[Check],
+    text: str, path: str, choice: RuleChoice, cpus: int | None, folder: LintFolder | None
 ) -> list[LintFinding]:
     try:
-        facts = facts_of(ProgramSyntax(text, path))
+        facts = ProgramFacts(ProgramSyntax(text, path), cpus, folder)
     except NotPython as error:
         code = "HT003" if error.is_newer else "HT001"
         return [replace(unreadable(path, str(error), error.line), rule=RULES[code])]
-    findings_of_rules: set[LintFinding] = set()
-    for check in checks:
+    findings: set[LintFinding] = set()
+    for check in _CHECKS:
         try:
-            findings_of_rules.update(one for one in check(facts) if choice.takes(one.rule.code))
+            findings.update(one for one in check(facts) if choice.takes(one.rule.code))
         except RecursionError:
-            findings_of_rules.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
-    if facts.folder is not None:
-        facts.folder.learn(facts.syntax)
-    findings = sorted(findings_of_rules, key=lambda one: one.place)
-    return list(_without_ignored(text, path, findings, every_rule=choice.all_rules))
+            findings.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
+    if folder is not None:
+        folder.learn(facts.syntax)
+    in_order = sorted(findings, key=lambda one: one.place)
+    return list(_without_ignored(text, path, in_order, every_rule=choice == EVERY_RULE))
 
 
 def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
@@ -157,17 +119,8 @@ def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
     return LintFinding(RULES["HT001"], path, line, 1 if line else 0, line, why)
 
 
-def _check_json(text: str, path: str, *, is_named: bool) -> list[LintFinding]:
-    try:
-        return list(check_deepspeed(text, path, is_named=is_named))
-    except ValueError as error:
-        return [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
-
-
 def _check_settings(text: str, path: str) -> list[LintFinding]:
     """HT708: what `hpctrain submit` itself would say of its settings file."""
-    from pathlib import Path
-
     from hpctrain.core.settings.check import check
     from hpctrain.core.settings.layers import (
         TomlFile,
@@ -197,51 +150,10 @@ def _check_settings(text: str, path: str) -> list[LintFinding]:
     return []
 
 
-def fixed_text(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
-    """The text after all certain changes; itself where one of them would not hold.
-
-    It holds where the new text can be read, the finding is gone and nothing new is found.
-    """
-    for _ in range(_MOST_ROUNDS):
-        findings = _found(text, path, choice)
-        changed = text
-        for finding in findings:
-            if not finding.edits:
-                continue
-            alike = [other for other in findings if other.edits and other.rule is finding.rule]
-            for group in (alike, [finding]):
-                candidate = apply_edits(text, [edit for other in group for edit in other.edits])
-                if _is_better(findings, _found(candidate, path, choice), finding):
-                    changed = candidate
-                    break
-            if changed != text:
-                break
-        if changed == text:
-            break
-        text = changed
-    return text
-
-
-def _is_better(
-    before: Collection[LintFinding], after: Iterable[LintFinding], finding: LintFinding
-) -> bool:
-    """Whether there are fewer of that rule, and of no rule more."""
-    counts = _counts(before)
-    later = _counts(after)
-    return later[finding.rule.code] < counts[finding.rule.code] and all(
-        number <= counts[code] for code, number in later.items()
-    )
-
-
-def _counts(findings: Iterable[LintFinding]) -> Counter[str]:
-    return Counter(one.rule.code for one in findings)
-
-
 _COMMENT = re.compile(r"#\s*hpctrain:\s*ignore\b[:\s]*(?P<codes>[^#]*)")
 _CODE = re.compile(r"HT\d{3}")
 _MARK = "hpctrain:"
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -295,63 +207,56 @@ def _without_ignored(
         used.update((one, finding.rule.code) for one in hiding)
         if not hiding:
             yield finding
+    lines = text.splitlines()
     for comment in comments if every_rule else ():
         idle = [code for code in comment.codes if (comment, code) not in used]
         if idle or not comment.codes:
-            yield _idle(text, path, comment, idle)
+            message = (
+                f"{', '.join(idle)} is not found there" if idle else "name the codes to ignore"
+            )
+            line = lines[comment.line - 1] if comment.line <= len(lines) else ""
+            place = (comment.line, line.find("#") + 1, comment.line)
+            yield LintFinding(RULES["HT002"], path, *place, message, line.strip())
 
 
-def _idle(text: str, path: str, comment: IgnoreComment, codes: list[str]) -> LintFinding:
-    message = f"{', '.join(codes)} is not found there" if codes else "name the codes to ignore"
-    line = text.splitlines()[comment.line - 1] if comment.line <= len(text.splitlines()) else ""
-    column = line.find("#") + 1
-    return LintFinding(
-        RULES["HT002"], path, comment.line, column, comment.line, message, line.strip()
-    )
+def files_to_check(
+    paths: Sequence[str], say: Callable[[str], None]
+) -> Iterator[tuple[Path, LintFolder]]:
+    """Yield each file that was named, and of each folder its programs and configurations, once.
 
-
-def baseline_text(findings: Iterable[LintFinding]) -> str:
-    """A file of known findings: by rule and source line, since line numbers move."""
-    counts = Counter((one.path, one.rule.code, one.evidence) for one in findings)
-    rows = [
-        {"path": path, "code": code, "evidence": evidence, "count": count}
-        for (path, code, evidence), count in sorted(counts.items())
-    ]
-    return json.dumps({"version": VERSION, "findings": rows}, indent=1) + "\n"
-
-
-def read_baseline(text: str, name: str) -> Counter[tuple[str, str, str]]:
-    """How often each known finding is known.
+    Each comes with the folder whose files are looked at for its imports. `say` is called with each
+    folder that cannot be looked into.
 
     Raises:
-        UsageError: it is no such file.
+        NotFound: there is no such file or folder.
     """
-    try:
-        value = json.loads(text)
-        if value["version"] != VERSION:
-            raise UsageError(f"{name} is a baseline of version {value['version']}; write it anew")
-        return Counter(
-            {
-                (str(row["path"]), str(row["code"]), str(row["evidence"])): int(row["count"])
-                for row in value["findings"]
-            }
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UsageError(
-            f"{name} is no baseline of hpctrain lint; make one by --write-baseline"
-        ) from None
-
-
-def beyond_baseline(
-    findings: Iterable[LintFinding], baseline: Counter[tuple[str, str, str]]
-) -> list[LintFinding]:
-    """What the baseline does not know; of five alike, of which it knows three, the last two."""
-    left = Counter(baseline)
-    fresh: list[LintFinding] = []
-    for finding in findings:
-        key = (finding.path, finding.rule.code, finding.evidence)
-        if left[key] > 0:
-            left[key] -= 1
+    seen: set[Path] = set()
+    beside: dict[Path, LintFolder] = {}
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            folder = LintFolder(path)
+            candidates = [one for one in walk_files(path, say) if _is_checked(one, folder)]
+        elif os.path.lexists(path):
+            folder = beside.setdefault(path.parent, LintFolder(path.parent, is_whole=False))
+            candidates = [path]
         else:
-            fresh.append(finding)
-    return fresh
+            raise NotFound(f"{name} is not there; check the path")
+        for candidate in candidates:
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate, folder
+
+
+def _is_checked(path: Path, folder: LintFolder) -> bool:
+    """Whether a file of a folder is a program or a configuration that lint knows.
+
+    A JSON file that cannot be read is nobody's.
+    """
+    if path.suffix != ".json":
+        return path.suffix == ".py" or path.name == SETTINGS_NAME
+    try:
+        value = parse_json(read_source(path))
+    except ValueError:  # NotText among them
+        return False
+    return is_deepspeed(value) or (is_deepspeed(value, is_named=True) and folder.names(path))

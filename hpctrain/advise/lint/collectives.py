@@ -10,7 +10,7 @@ import ast
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.syntax import (
@@ -19,8 +19,8 @@ from hpctrain.advise.lint.syntax import (
     LintScope,
     ProgramSyntax,
     argument,
+    constant,
     given,
-    is_true,
     keyword,
     last,
     owner_of,
@@ -28,29 +28,16 @@ from hpctrain.advise.lint.syntax import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
+    from collections.abc import Callable, Collection
 
-_MAKERS = frozenset({"new_group", "new_subgroups", "init_device_mesh", "split_group"})
-"""What every rank must call, also those that are in none of the groups that it makes."""
-_CHECKPOINTS = frozenset({"save", "load", "async_save", "save_state_dict", "load_state_dict"})
-_STATE_CALLS = NAMES["state_calls"]
 _HOMES = ("torch.distributed", "deepspeed.comm", "deepspeed", "torch.distributed.distributed_c10d")
-_ACCELERATE = frozenset({"gather_for_metrics", "pad_across_processes", "wait_for_everyone"})
-_ACCELERATOR = frozenset({"gather", "reduce"})
-_ENGINE = NAMES["engine"]
-_WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summon_full_params"})
+_STATE_CALLS = NAMES["state_calls"]
 _SHARDS = re.compile(r"(?i)fsdp|shard|zero_?[123]")
 _MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
-_MPI = NAMES["mpi"]
-"""mpi4py's, of objects in small letters and of buffers with a capital."""
-_LIGHTNING = NAMES["lightning"]
-_HOROVOD = NAMES["horovod"]
-_XLA = NAMES["xla"]
 _OTHER_HOMES = {
-    "horovod.torch": _HOROVOD,
-    "horovod.tensorflow": _HOROVOD,
-    "torch_xla.core.xla_model": _XLA,
+    "horovod.torch": NAMES["horovod"],
+    "horovod.tensorflow": NAMES["horovod"],
+    "torch_xla.core.xla_model": NAMES["xla"],
     "accelerate.utils": NAMES["accelerate"],
     "accelerate.utils.operations": NAMES["accelerate"],
 }
@@ -60,8 +47,6 @@ LIBRARY_SAVES = {
     "save_checkpoint": ("lightning", "pytorch_lightning"),
 }
 """Saves that a library wants on all ranks, and which hang alone in some of its strategies."""
-_PASSING = NAMES["passing"]
-"""Decorators that call the function each time."""
 _GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
 SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
 """Words of a test whether there are several ranks at all."""
@@ -69,27 +54,9 @@ FSDP_NAMES = frozenset({"FullyShardedDataParallel", "fully_shard", "FSDP"})
 
 
 @dataclass(frozen=True)
-class MadeCollective:
-    """The collective that a function of another module makes."""
-
-    name: str
-    line: int
-    certain: bool
-    """Whether each call of the function comes to it."""
-
-
-class ImportedFunctions(Protocol):
-    """What is known of functions that a program imports: `folder.LintFolder`."""
-
-    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
-        """Return the collective that an imported function makes."""
-
-
-@dataclass(frozen=True)
 class CollectiveCall:
-    """A call that all ranks must make."""
+    """A collective to which a call comes, or each call of a function."""
 
-    node: ast.Call
     name: str
     via: str = ""
     """The program's own function that makes it; the call is that function's then."""
@@ -114,11 +81,26 @@ class CollectiveCall:
 class CollectiveCalls:
     """The collectives of a program."""
 
-    def __init__(self, syntax: ProgramSyntax, folder: ImportedFunctions | None = None) -> None:
-        """Find out which functions make any, through three levels of calls."""
+    def __init__(
+        self,
+        syntax: ProgramSyntax,
+        imported: Callable[[str, str], CollectiveCall | None] | None = None,
+    ) -> None:
+        """Find out which functions make any, through three levels of calls.
+
+        `imported` is given the program's path and a name, and returns the collective that the
+        imported function makes.
+        """
         self.syntax = syntax
-        self.folder = folder
-        self.worlds = _mpi_worlds(syntax)
+        self.imported = imported
+        self.worlds = {
+            ast.unparse(target)
+            for scope in syntax.scopes
+            for node in scope.of(ast.Assign)
+            if syntax.dotted(node.value) == _MPI_WORLD
+            for target in node.targets
+        }
+        """Names that are given mpi4py's communicator of all ranks."""
         self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
         """Whether ranks may stay away from Horovod's collectives, as join() allows."""
         self.sharded = self._targets_of(*FSDP_NAMES, "state_dict_type")
@@ -129,7 +111,7 @@ class CollectiveCalls:
             if name:
                 certain = name not in _STATE_CALLS or any(map(self._is_sharded, call.args[:1]))
                 certain = certain and not self._is_library_save(call, name)
-                self.direct[call] = CollectiveCall(call, name, is_certain=certain)
+                self.direct[call] = CollectiveCall(name, is_certain=certain)
 
     @cached_property
     def made_by(self) -> dict[LintScope, CollectiveCall]:
@@ -182,13 +164,13 @@ class CollectiveCalls:
         """The collective that a call is; "" for any other call, and for one on a group."""
         dotted = self.syntax.dotted(call.func)
         home, _, name = dotted.rpartition(".")
-        if home in _HOMES and (name in GROUP_PLACES or name in _MAKERS):
+        if home in _HOMES and (name in GROUP_PLACES or name in NAMES["makers"]):
             return "" if self._has_group(call, name) else name
         if name in _OTHER_HOMES.get(home, ()):
             grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
-            return "" if grouped or (name in _HOROVOD and self.joins) else name
-        if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
-            by_one = is_true(keyword(call, "no_dist"))
+            return "" if grouped or (name in NAMES["horovod"] and self.joins) else name
+        if "distributed.checkpoint" in home and name in NAMES["checkpoint_calls"] | _STATE_CALLS:
+            by_one = constant(keyword(call, "no_dist")) is True
             return "" if by_one or given(keyword(call, "process_group")) else name
         if not isinstance(call.func, ast.Attribute):
             return ""
@@ -218,7 +200,7 @@ class CollectiveCalls:
 
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""
-        if name in _MAKERS:
+        if name in NAMES["makers"]:
             return False
         group = argument(call, "group", GROUP_PLACES[name])
         if group is None:
@@ -229,17 +211,18 @@ class CollectiveCalls:
         if not isinstance(func.value, ast.Name | ast.Attribute):
             return False
         owner = ast.unparse(func.value)
-        if name in _LIGHTNING and self.syntax.imports_any("lightning", "pytorch_lightning"):
+        if name in NAMES["lightning"] and self.syntax.imports_any("lightning", "pytorch_lightning"):
             of_module = owner == "self" and name == "all_gather"
             if last(owner) in ("fabric", "strategy") or of_module:
                 return name not in self.syntax.functions
-        if name in _MPI:
+        if name in NAMES["mpi"]:
             return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
-        if name in _ACCELERATE or (name in _ACCELERATOR and "accelerator" in owner.lower()):
+        of_accelerator = name in ("gather", "reduce") and "accelerator" in owner.lower()
+        if name in NAMES["accelerate_calls"] or of_accelerator:
             return self.syntax.imports_any("accelerate")
-        if name in _ENGINE and self._is_one(func.value, self.engines):
+        if name in NAMES["engine"] and self._is_one(func.value, self.engines):
             return True
-        return name in _WRAPPED and self._is_sharded(func.value)
+        return name in NAMES["of_sharded_models"] and self._is_sharded(func.value)
 
     def _through_calls(
         self, calls_of: dict[LintScope, CollectiveCall]
@@ -256,7 +239,7 @@ class CollectiveCalls:
                 line = made.line or call.lineno
                 if scope not in makers or certain:
                     makers[scope] = CollectiveCall(
-                        made.node, made.name, scope.name, line, certain, made.is_elsewhere
+                        made.name, scope.name, line, certain, made.is_elsewhere
                     )
                 if certain:
                     break
@@ -274,17 +257,12 @@ class CollectiveCalls:
             return direct
         inner = self.syntax.resolve(call, scope)
         if inner is not None:
-            made = calls_of.get(inner) if inner is not scope else None
-            return None if made is None else replace(made, node=call)
-        if self.folder is None or not self.syntax.is_imported(call.func):
+            return calls_of.get(inner) if inner is not scope else None
+        if self.imported is None or not self.syntax.is_imported(call.func):
             return None
         dotted = self.syntax.dotted(call.func)
-        other = self.folder.collective_of(self.syntax.path, dotted)
-        if other is None:
-            return None
-        return CollectiveCall(
-            call, other.name, last(dotted), other.line, other.certain, is_elsewhere=True
-        )
+        other = self.imported(self.syntax.path, dotted)
+        return other and replace(other, via=last(dotted), is_elsewhere=True)
 
 
 def always_comes_to(
@@ -330,11 +308,8 @@ def _runs_when_called(syntax: ProgramSyntax, scope: LintScope) -> bool:
         return True
     if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in scope.nodes):
         return False
-    names = [
-        last(syntax.dotted(one.func if isinstance(one, ast.Call) else one))
-        for one in scope.node.decorator_list
-    ]
-    return isinstance(scope.node, ast.FunctionDef) and _PASSING.issuperset(names)
+    passes_on = NAMES["passing"].issuperset(syntax.decorators(scope))
+    return isinstance(scope.node, ast.FunctionDef) and passes_on
 
 
 def _makes_one(block: list[ast.stmt], collectives: Collection[ast.AST]) -> bool:
@@ -370,23 +345,9 @@ def asks_for_several(test: ast.AST, scope: LintScope) -> bool:
     return "rank" not in text and any(word in text for word in SEVERAL)
 
 
-def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:
-    """Names that are given mpi4py's communicator of all ranks."""
-    return {
-        ast.unparse(target)
-        for scope in syntax.scopes
-        for node in scope.of(ast.Assign)
-        if syntax.dotted(node.value) == _MPI_WORLD
-        for target in node.targets
-    }
-
-
 def is_distributed(syntax: ProgramSyntax) -> bool:
     """Whether the program itself starts, wraps for or asks about several ranks."""
-    names = FSDP_NAMES | {"init_process_group", "DistributedDataParallel", "Accelerator"}
-    names |= {"init_distributed", "init_device_mesh"}
-    names |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
-    if any(last(syntax.dotted(call.func)) in names for call in syntax.calls):
+    if any(last(syntax.dotted(call.func)) in NAMES["distributed"] for call in syntax.calls):
         return True
     return any(
         syntax.dotted(call.func) in ("deepspeed.initialize", "torch.distributed.get_rank")

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.reporting import ProgramFacts
 
+    _Found = tuple[str, str, str]
+    """A rule's code, the key that it is about, and the message."""
+
 _STAGES = range(4)
-_LATER = "auto"
 _LONG = 10
 """Letters of a key from which two edits count as a misspelling."""
 _MOST_UNKNOWN = 3
@@ -35,50 +37,6 @@ _CERTAIN = frozenset({ZERO, "train_micro_batch_size_per_gpu", "train_batch_size"
 """By one of these and another known key a file is known as DeepSpeed's."""
 
 
-class ConfigText:
-    """A JSON file with the lines of its keys."""
-
-    def __init__(self, text: str, path: str) -> None:
-        self.text = text
-        self.path = path
-        self.lines = text.split("\n")
-
-    def finding(self, code: str, key: str, message: str) -> LintFinding:
-        """A finding at the first line with that key."""
-        quoted = json.dumps(key)
-        line = next((n for n, one in enumerate(self.lines, start=1) if quoted in one), 0)
-        source = self.lines[line - 1] if line else ""
-        column = source.find(quoted) + 1 if line else 0
-        return LintFinding(RULES[code], self.path, line, column, line, message, source.strip())
-
-
-class ConfigInProgram:
-    """A dictionary that a program gives to `deepspeed.initialize`, with the places of its keys."""
-
-    def __init__(self, facts: ProgramFacts, node: ast.Dict) -> None:
-        self.facts = facts
-        self.node = node
-        self.places: dict[str, ast.expr] = {}
-        self.values = self._taken(node)
-
-    def _taken(self, node: ast.Dict) -> dict[str, Any]:
-        """Its literal part; what is no literal counts as filled in later, like DeepSpeed's auto."""
-        values: dict[str, Any] = {}
-        for key, value in zip(node.keys, node.values, strict=True):
-            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-                continue
-            self.places.setdefault(key.value, key)
-            if isinstance(value, ast.Dict):
-                values[key.value] = self._taken(value)
-            else:
-                values[key.value] = value.value if isinstance(value, ast.Constant) else _LATER
-        return values
-
-    def finding(self, code: str, key: str, message: str) -> LintFinding:
-        """A finding at a key."""
-        return self.facts.finding(code, self.places.get(key, self.node), message)
-
-
 def check_initialize(facts: ProgramFacts) -> Iterator[LintFinding]:
     """The same rules on a dictionary literal that DeepSpeed is given, by itself or by its name."""
     for call in facts.syntax.calls_to("initialize", root="deepspeed"):
@@ -86,8 +44,27 @@ def check_initialize(facts: ProgramFacts) -> Iterator[LintFinding]:
         if isinstance(config, ast.Name):
             config = nearest_value(facts, config)
         if isinstance(config, ast.Dict):
-            given = ConfigInProgram(facts, config)
-            yield from check_config(given, given.values)
+            yield from _check_literal(facts, config)
+
+
+def _check_literal(facts: ProgramFacts, config: ast.Dict) -> Iterator[LintFinding]:
+    """What is no literal counts as filled in later, like DeepSpeed's auto."""
+    places: dict[str, ast.expr] = {}
+
+    def taken(node: ast.Dict) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                continue
+            places.setdefault(key.value, key)
+            if isinstance(value, ast.Dict):
+                values[key.value] = taken(value)
+            else:
+                values[key.value] = value.value if isinstance(value, ast.Constant) else "auto"
+        return values
+
+    for code, key, message in check_config(taken(config)):
+        yield facts.finding(code, places.get(key, config), message)
 
 
 def is_deepspeed(value: object, *, is_named: bool = False) -> bool:
@@ -145,8 +122,13 @@ def check_deepspeed(text: str, path: str, *, is_named: bool = False) -> Iterator
         ValueError: it is no JSON.
     """
     value = parse_json(text)
-    if is_deepspeed(value, is_named=is_named):
-        yield from check_config(ConfigText(text, path), value)
+    lines = text.split("\n")
+    for code, key, message in check_config(value) if is_deepspeed(value, is_named=is_named) else ():
+        quoted = json.dumps(key)
+        line = next((number for number, one in enumerate(lines, start=1) if quoted in one), 0)
+        source = lines[line - 1] if line else ""
+        column = source.find(quoted) + 1 if line else 0
+        yield LintFinding(RULES[code], path, line, column, line, message, source.strip())
 
 
 def parse_json(text: str) -> Any:
@@ -161,66 +143,62 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply to be read") from None
 
 
-def check_config(
-    config: ConfigText | ConfigInProgram, value: Mapping[str, Any]
-) -> Iterator[LintFinding]:
+def check_config(value: Mapping[str, Any]) -> Iterator[_Found]:
     """HT701 to HT707, HT709 and HT710 on a configuration that was read."""
-    yield from _top(config, value)
+    yield from _top(value)
     zero = value.get(ZERO)
     if isinstance(zero, dict):
         is_tuned = "autotuning" in value and isinstance(zero.get("stage"), list)
         # a list names the stages that the autotuner tries
-        yield from _zero(config, zero | {"stage": 0} if is_tuned else zero)
+        yield from _zero(zero | {"stage": 0} if is_tuned else zero)
     elif zero is not None and not isinstance(zero, bool):
-        yield config.finding(
-            "HT709", "zero_optimization", "zero_optimization is no table of settings"
-        )
+        yield "HT709", "zero_optimization", "zero_optimization is no table of settings"
     if _is_on(value.get("fp16")) and (_is_on(value.get("bf16")) or _is_on(value.get("bfloat16"))):
-        yield config.finding("HT704", "fp16", "fp16 and bf16 are both enabled")
-    yield from _batch(config, value)
+        yield "HT704", "fp16", "fp16 and bf16 are both enabled"
+    yield from _batch(value)
 
 
-def _top(config: ConfigText | ConfigInProgram, value: Mapping[str, Any]) -> Iterator[LintFinding]:
+def _top(value: Mapping[str, Any]) -> Iterator[_Found]:
     """Keys at the top; of a file with many unknown ones most are some other program's."""
     unknown = list(_unknown_keys(value))
     reported = 0
     for key in value:
         if key in REMOVED_KEYS:
-            yield config.finding("HT710", key, f'DeepSpeed 0.19 stops at "{key}"')
+            yield "HT710", key, f'DeepSpeed 0.19 stops at "{key}"'
         elif key in unknown and len(unknown) <= _MOST_UNKNOWN:
-            yield config.finding("HT702", key, f'unknown key "{key}", which DeepSpeed ignores')
+            yield "HT702", key, f'unknown key "{key}", which DeepSpeed ignores'
         elif key not in TOP_KEYS | OTHERS_KEYS | _REMARKS and not key.startswith("_"):
             meant = nearest_key(key, TOP_KEYS)
             reported += bool(meant)
             if meant and reported <= _MOST_UNKNOWN:
                 text = f'unknown key "{key}", which DeepSpeed ignores; did you mean "{meant}"?'
-                yield config.finding("HT701", key, text)
+                yield "HT701", key, text
 
 
 def _is_on(section: object) -> bool:
     return isinstance(section, dict) and section.get("enabled") is True
 
 
-def _zero(config: ConfigText | ConfigInProgram, zero: Mapping[str, Any]) -> Iterator[LintFinding]:
+def _zero(zero: Mapping[str, Any]) -> Iterator[_Found]:
     for key in zero:
         if key in SECTIONS[ZERO]:
             continue
         if key in REMOVED_ZERO_KEYS:
-            yield config.finding("HT710", key, f'DeepSpeed 0.19 stops at "{key}"')
+            yield "HT710", key, f'DeepSpeed 0.19 stops at "{key}"'
             continue
         alike = get_close_matches(key, SECTIONS[ZERO], 1, 0.6)
         meant = f'; did you mean "{alike[0]}"?' if alike else ""
-        yield config.finding("HT703", key, f'unknown key "{key}" in zero_optimization{meant}')
+        yield "HT703", key, f'unknown key "{key}" in zero_optimization{meant}'
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int | str):
-        yield config.finding("HT709", "stage", f"stage is {json.dumps(stage)}, not 0, 1, 2 or 3")
+        yield "HT709", "stage", f"stage is {json.dumps(stage)}, not 0, 1, 2 or 3"
         return
     if isinstance(stage, int) and stage not in _STAGES:
-        yield config.finding("HT709", "stage", f"there is no stage {stage}: 0, 1, 2 or 3")
+        yield "HT709", "stage", f"there is no stage {stage}: 0, 1, 2 or 3"
     if stage in (0, 1, 2) and _is_offload(zero.get("offload_param")):
-        yield config.finding("HT706", "offload_param", f"offload_param at stage {stage}")
+        yield "HT706", "offload_param", f"offload_param at stage {stage}"
     if zero.get("elastic_checkpoint") is True:
-        yield config.finding("HT707", "elastic_checkpoint", "elastic_checkpoint does not reshard")
+        yield "HT707", "elastic_checkpoint", "elastic_checkpoint does not reshard"
     for key in ("offload_param", "offload_optimizer"):
         section = zero.get(key)
         if (
@@ -228,30 +206,21 @@ def _zero(config: ConfigText | ConfigInProgram, zero: Mapping[str, Any]) -> Iter
             and section.get("device") == "nvme"
             and not section.get("nvme_path")
         ):
-            yield config.finding("HT709", key, f"{key} on nvme without nvme_path")
+            yield "HT709", key, f"{key} on nvme without nvme_path"
 
 
 def _is_offload(section: object) -> bool:
     return isinstance(section, dict) and section.get("device") in ("cpu", "nvme")
 
 
-def _batch(config: ConfigText | ConfigInProgram, value: Mapping[str, Any]) -> Iterator[LintFinding]:
+def _batch(value: Mapping[str, Any]) -> Iterator[_Found]:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    numbers: list[int] = []
-    for key in keys:
-        number = value.get(key)
-        if isinstance(number, int) and not isinstance(number, bool):
-            if number < 1:
-                yield config.finding("HT709", key, f"{key} is {number}: at least 1")
-                return
-            numbers.append(number)
-    if len(numbers) == len(keys):
-        total, micro, accumulation = numbers
-        if total % (micro * accumulation):
-            message = f"train_batch_size {total} is no multiple of {micro} x {accumulation}"
-            yield config.finding("HT705", keys[0], message)
-    elif isinstance(value.get(keys[0]), int) and isinstance(value.get(keys[1]), int):
-        total, micro = value[keys[0]], value[keys[1]]
-        if total % micro:
-            message = f"train_batch_size {total} is no multiple of {micro} a GPU"
-            yield config.finding("HT705", keys[0], message)
+    numbers = {key: value[key] for key in keys if type(value.get(key)) is int}
+    small = next((key for key, number in numbers.items() if number < 1), "")
+    if small:
+        yield "HT709", small, f"{small} is {numbers[small]}: at least 1"
+        return
+    total, micro, accumulation = map(numbers.get, keys)
+    if total and micro and total % (micro * (accumulation or 1)):
+        shape = f"{micro} x {accumulation}" if accumulation else f"{micro} a GPU"
+        yield "HT705", keys[0], f"train_batch_size {total} is no multiple of {shape}"

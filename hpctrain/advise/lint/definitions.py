@@ -42,10 +42,6 @@ class NameDefinitions:
     _of_statement: dict[ast.AST, list[Definition]] = field(default_factory=dict)
     _holders: set[ast.AST] = field(default_factory=set)
 
-    def add(self, definition: Definition) -> None:
-        """Add an assignment."""
-        self.all.append(definition)
-
     def reaching(self, use: ast.AST) -> tuple[list[Definition], bool]:
         """Return the assignments that may reach a use, and whether the start may reach it too."""
         if not self._holders:

@@ -9,6 +9,7 @@ only some assignments have it. Such a mark never makes an error.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,34 +42,14 @@ UNSURE = frozenset({RANK + _MAYBE, LOCAL + _MAYBE, BATCH + _MAYBE, CLOCK + _MAYB
 
 RANK_VARIABLES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
 LOCAL_VARIABLES = NAMES["local_variables"]
-_RANK_NAMES = NAMES["rank_names"]
-_LOCAL_NAMES = NAMES["local_names"]
 MAIN_NAMES = NAMES["main_names"]
 """Names that mean "I am rank 0" wherever they come from."""
-_RANK_CALLS = NAMES["rank_calls"]
-_RANK_FUNCTIONS = NAMES["rank_functions"]
-_LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
 _ORDERS = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
-_AGREEING = NAMES["agreeing"]
 _TO_ONE = frozenset({"torch.distributed.reduce", "torch.distributed.gather"})
 """Collectives whose result one rank alone has."""
-_PLAIN = NAMES["plain"]
-_LISTING = frozenset({"enumerate", "list", "round", "sorted", "sum", "tuple", "zip"})
-"""Calls whose result is as random as what they are given."""
-_TEXTS = frozenset({"str", "format", "repr", "strftime", "isoformat", "ctime", "asctime", "join"})
-"""Calls that make a text: a name that is made of the clock decides nothing."""
-_COMPUTING = frozenset({"torch", "math", "cmath", "numpy", "operator"})
-_READING = frozenset({"load", "save", "fromfile", "memmap", "genfromtxt", "loadtxt"})
-"""What a file holds has little to do with its name."""
-_SAME_EVERYWHERE = frozenset({"len", "isinstance", "type", "hasattr", "callable", "id", "range"})
-_SHAPES = frozenset({"shape", "ndim", "dtype", "device", "requires_grad", "size", "dim", "numel"})
 _CHANCE_MODULES = ("random.", "numpy.random.")
-_CHANCE_CALLS = NAMES["chance_calls"]
-_CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter", "datetime.datetime.now"})
-_SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_seed", "manual_seed_all"})
 _ENVIRONMENT = frozenset({"os.environ.get", "os.environ.pop", "os.getenv"})
 _LOADER_ENDS = ("_dl", "batches")
-_DRAWS = frozenset({"get_batch", "next_batch", "get_micro_batch"})
 _LOADER_WORDS = ("loader", "dataloader", "train_iter", "data_iter")
 
 
@@ -85,14 +66,7 @@ def environment_name(syntax: ProgramSyntax, node: ast.AST) -> str:
 def is_loader(syntax: ProgramSyntax, node: ast.AST) -> bool:
     """Whether an expression looks like batches of data."""
     while isinstance(node, ast.Call) and node.args:
-        if last(syntax.dotted(node.func)) not in (
-            "enumerate",
-            "tqdm",
-            "iter",
-            "zip",
-            "trange",
-            "log_every",
-        ):
+        if last(syntax.dotted(node.func)) not in NAMES["loader_wrappers"]:
             return False
         node = node.args[0]
     name = node.id if isinstance(node, ast.Name) else last(syntax.dotted(node))
@@ -121,8 +95,13 @@ class Dependence:
         self.returned: dict[LintScope, _Returned] = {}
         self.agreed: dict[LintScope, set[str]] = {}
         self.losses: dict[LintScope, set[str]] = {}
-        self.seeded = self._is_seeded()
-        self.rank_parameters = self._rank_parameters()
+        self.seeded = any(last(syntax.dotted(call.func)) in NAMES["seeds"] for call in syntax.calls)
+        self.rank_parameters = {
+            (syntax.scope_of[call], value.id)
+            for call in syntax.calls_to("init_process_group")
+            if isinstance(value := argument(call, "rank", 4), ast.Name)
+        }
+        """Names that a function gives init_process_group() as the rank."""
         self._cache: dict[ast.AST, frozenset[str]] = {}
         for scope in syntax.scopes:
             self.agreed[scope] = self._agreed_in(scope)
@@ -130,7 +109,7 @@ class Dependence:
             for definition in definitions_in(scope):
                 key = self._key(scope, definition.target)
                 if key is not None:
-                    self.definitions.setdefault(key, NameDefinitions(syntax)).add(definition)
+                    self.definitions.setdefault(key, NameDefinitions(syntax)).all.append(definition)
         # Names that are assigned once are not looked at: without that they have no value.
         self._under_tests = {
             one
@@ -140,17 +119,6 @@ class Dependence:
             if one.kind == "assign" and isinstance(one.target, ast.Name) and one.place == ()
         }
         self._settle()
-
-    def _is_seeded(self) -> bool:
-        return any(last(self.syntax.dotted(call.func)) in _SEEDS for call in self.syntax.calls)
-
-    def _rank_parameters(self) -> set[tuple[LintScope, str]]:
-        """Return names that a function gives init_process_group() as the rank."""
-        return {
-            (self.syntax.scope_of[call], value.id)
-            for call in self.syntax.calls_to("init_process_group")
-            if isinstance(value := argument(call, "rank", 4), ast.Name)
-        }
 
     def _agreed_in(self, scope: LintScope) -> set[str]:
         """Return names whose values a collective of this function makes equal in place.
@@ -166,7 +134,7 @@ class Dependence:
                 continue
             if dotted in _TO_ONE:
                 continue
-            if any(word in last(dotted).lower() for word in _AGREEING):
+            if any(word in last(dotted).lower() for word in NAMES["agreeing"]):
                 names.update(one.id for one in call.args if isinstance(one, ast.Name))
         return names
 
@@ -198,7 +166,8 @@ class Dependence:
             return frozenset({BATCH}) if batches else NOTHING
         sources = self._part(definition.value, definition.place)
         is_main = isinstance(definition.target, ast.Name) and definition.target.id in MAIN_NAMES
-        if is_main and not sources and self._is_unknown(definition.value):
+        is_unknown = isinstance(definition.value, ast.Call) and not self._called(definition.value)
+        if is_main and not sources and is_unknown:
             return frozenset({RANK})
         if definition.kind == "add":
             sources |= self.of(definition.target)
@@ -252,10 +221,6 @@ class Dependence:
             if place[0] < len(parts):
                 return self._in_terms_of(value, inner, parts[place[0]])
         return _unsure(self.of(value), RANKS)
-
-    def _is_unknown(self, node: ast.AST) -> bool:
-        """Whether a value comes from a call that is not in this file."""
-        return isinstance(node, ast.Call) and self._called(node) is None
 
     def _called(self, node: ast.AST) -> LintScope | None:
         if not isinstance(node, ast.Call):
@@ -355,14 +320,12 @@ class Dependence:
             if node.id in scope.parameters:
                 if (scope, node.id) in self.rank_parameters:
                     return frozenset({RANK})
-                return self._of_parameter(node.id, scope is own)
+                is_own = scope is own
+                return _of_word(node.id) or (frozenset({_GIVEN + node.id}) if is_own else NOTHING)
             if scope.outer is None:
                 break
             scope = scope.outer
         return NOTHING if node.id in self.syntax.functions else _of_word(node.id)
-
-    def _of_parameter(self, name: str, is_own: bool) -> frozenset[str]:
-        return _of_word(name) or (frozenset({_GIVEN + name}) if is_own else NOTHING)
 
     def _of_definitions(self, names: NameDefinitions, use: ast.Name | None) -> frozenset[str]:
         """What a name depends on by the assignments that reach its use, or by all of them."""
@@ -373,11 +336,11 @@ class Dependence:
         reaching, starts = (names.all, False) if use is None else names.reaching(use)
         ways = [(self.marks.get(one, NOTHING), _is_plain(one.value)) for one in reaching]
         if parameter and starts and use is not None:
-            ways.append((self._of_parameter(use.id, is_own=True), False))
+            ways.append((_of_word(use.id) or frozenset({_GIVEN + use.id}), False))
         return _joined(ways)
 
     def _of_attribute(self, node: ast.Attribute) -> frozenset[str]:
-        if node.attr in _SHAPES:
+        if node.attr in NAMES["shapes"]:
             return NOTHING
         by_word = _of_word(node.attr)
         key = self._key(self.syntax.scope_of[node], node)
@@ -398,9 +361,9 @@ class Dependence:
         if inner is not None:
             returned = self.returned.get(inner)
             return NOTHING if returned is None else self._in_terms_of(node, inner, returned.whole)
-        if name in _RANK_CALLS or dotted in _RANK_FUNCTIONS:
+        if name in NAMES["rank_calls"] or dotted in NAMES["rank_functions"]:
             return NOTHING if given(argument(node, "group", 0)) else frozenset({RANK})
-        if name in _LOCAL_CALLS:
+        if name in NAMES["local_calls"]:
             return frozenset({LOCAL})
         if name in MAIN_NAMES:
             return frozenset({RANK})
@@ -408,49 +371,41 @@ class Dependence:
         if drawn:
             return drawn
         if (
-            name in _SAME_EVERYWHERE
-            or name in _SHAPES
-            or any(one in name.lower() for one in _AGREEING)
+            name in NAMES["same_everywhere"]
+            or name in NAMES["shapes"]
+            or any(one in name.lower() for one in NAMES["agreeing"])
         ):
             return NOTHING
         return self._passed_on(node, dotted, name)
 
     def _passed_on(self, node: ast.Call, dotted: str, name: str) -> frozenset[str]:
         """What a call that nobody knows makes of its arguments, and a known one of its own."""
-        sources = self._of_arguments(node)
+        sources = self._union([*node.args, *(one.value for one in node.keywords)])
         owner = NOTHING
         if isinstance(node.func, ast.Attribute):
             owner = self.of(node.func.value) - RANKS
-        if name in _TEXTS:
+        if name in NAMES["text_calls"]:
             sources, owner = sources - _CLOCKED, owner - _CLOCKED
-        if name in _PLAIN or dotted.startswith("os.path"):
+        if name in NAMES["plain"] or dotted.startswith("os.path"):
             return sources | owner
         sources -= RANKS
-        if dotted in _LISTING:
+        if dotted in NAMES["listing"]:
             return owner | _unsure(sources - {CHANCE}) | (sources & {CHANCE})
-        is_known = dotted.partition(".")[0] in _COMPUTING and name not in _READING
+        is_known = dotted.partition(".")[0] in NAMES["computing"] and name not in NAMES["reading"]
         return owner | (sources if is_known else _unsure(sources))
-
-    def _of_arguments(self, node: ast.Call) -> frozenset[str]:
-        return self._union([*node.args, *(one.value for one in node.keywords)])
 
     def _drawn(self, node: ast.Call, dotted: str, name: str) -> frozenset[str]:
         """What a call brings that is another on each rank: a batch, the clock, chance."""
         follows = name == "next" and bool(node.args) and is_loader(self.syntax, node.args[0])
-        if follows or name in _DRAWS:
+        if follows or name in NAMES["draws"]:
             return frozenset({BATCH})
-        if dotted in _CLOCKS:
+        if dotted in NAMES["clocks"]:
             return frozenset({CLOCK})
-        return frozenset({CHANCE}) if self._is_chance(dotted, name) else NOTHING
-
-    def _is_chance(self, dotted: str, name: str) -> bool:
-        if name not in _CHANCE_CALLS:
-            return False
-        return dotted.startswith(_CHANCE_MODULES) or dotted in (
-            "torch.rand",
-            "torch.randint",
-            "torch.randn",
+        of_torch = dotted in ("torch.rand", "torch.randint", "torch.randn")
+        is_chance = name in NAMES["chance_calls"] and (
+            dotted.startswith(_CHANCE_MODULES) or of_torch
         )
+        return frozenset({CHANCE}) if is_chance else NOTHING
 
     def _of_compare(self, node: ast.Compare) -> frozenset[str]:
         """Whether there are ranks at all (`rank != -1`, `"RANK" in os.environ`) all ranks know."""
@@ -467,17 +422,12 @@ class Dependence:
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:
             return sources - _RANK_SOURCES  # a member of some group, as all others who continue
-        if isinstance(operator, _ORDERS) and value is None and not _is_of_world(other):
+        of_world = re.search("world|size|ranks", ast.unparse(other).lower())
+        if isinstance(operator, _ORDERS) and value is None and not of_world:
             return _unsure(sources)  # whether any rank is beyond it, nobody can tell
         there = isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) and value == -1
         there |= isinstance(operator, ast.GtE | ast.Lt) and value == 0 and value is not False
         return sources - _RANK_SOURCES if there else sources
-
-
-def _is_of_world(node: ast.expr) -> bool:
-    """Whether a number says by its name that it comes of the number of ranks."""
-    text = ast.unparse(node).lower()
-    return "world" in text or "size" in text or "ranks" in text
 
 
 def _of_variable(name: str) -> frozenset[str]:
@@ -488,9 +438,9 @@ def _of_variable(name: str) -> frozenset[str]:
 
 def _of_word(name: str) -> frozenset[str]:
     """What a name says of itself, where its value comes from elsewhere."""
-    if name in _LOCAL_NAMES:
+    if name in NAMES["local_names"]:
         return frozenset({LOCAL})
-    return frozenset({RANK}) if name in _RANK_NAMES or name in MAIN_NAMES else NOTHING
+    return frozenset({RANK}) if name in NAMES["rank_names"] or name in MAIN_NAMES else NOTHING
 
 
 def _counts(syntax: ProgramSyntax, node: ast.expr) -> bool:

@@ -39,7 +39,7 @@ class _Test:
     """What must hold for a statement to be reached."""
 
     kind: str
-    node: ast.AST
+    node: ast.stmt | ast.expr | ast.ExceptHandler
     text: str
     side: str = ""
     """"main": false on rank 1; "others": false on rank 0."""
@@ -66,25 +66,20 @@ class _Walk:
     def run(self) -> Iterator[LintFinding]:
         """All findings but those of tests that are each other's opposite."""
         node = self.scope.node
-        tests: tuple[_Test, ...] = ()
-        if not isinstance(node, ast.Module):
-            for decorator in node.decorator_list:
-                called = decorator.func if isinstance(decorator, ast.Call) else decorator
-                if last(self.facts.syntax.dotted(called)) in MAIN_ONLY:
-                    tests = (_Test("rank", node, f"@{ast.unparse(decorator)}"),)
+        tests = tuple(
+            _Test("rank", node, f"@{ast.unparse(decorator)}")
+            for name, decorator in self.facts.syntax.decorators(self.scope).items()
+            if name in MAIN_ONLY and not isinstance(node, ast.Module)
+        )
         self._block(node.body, tests, ())
-        paired = self._paired()
-        for finding, test, name in self.findings:
-            if test is None or (name, test.side) not in paired:
-                yield finding
-
-    def _paired(self) -> set[tuple[str, str]]:
-        """CollectiveCalls that one test gives rank 0 and another one the others: they meet."""
         sides: dict[str, set[str]] = {}
         for _, test, name in self.findings:
             if test is not None and test.side:
                 sides.setdefault(name, set()).add(test.side)
-        return {(name, side) for name, both in sides.items() if len(both) > 1 for side in both}
+        for finding, test, name in self.findings:
+            # One test gives it to rank 0 and another one to the others: they meet.
+            if test is None or not test.side or len(sides[name]) == 1:
+                yield finding
 
     def _block(
         self, block: Sequence[ast.stmt], tests: tuple[_Test, ...], after: tuple[_After, ...]
@@ -154,18 +149,12 @@ class _Walk:
         test = self._test(node.test)
         if test is None or test.kind == _MAYBE:
             self._exit_inside(node, tests, after)
-        if test is None:
-            self._block(node.body, tests, after)
-            self._block(node.orelse, tests, after)
-            return
         made, otherwise = self._sequence(node.body), self._sequence(node.orelse)
-        if made and otherwise:
-            if made != otherwise and test.kind == "rank" and self._are_certain(node):
+        ends = isinstance(node.body[-1], ast.Return) and after
+        meets_later = bool(made and ends) and made == self._sequence(after[0].rest)
+        if test is None or (made and otherwise) or meets_later:
+            if test is not None and test.kind == "rank" and otherwise and made != otherwise:
                 self._report_order(node, made, otherwise)
-            self._block(node.body, tests, after)
-            self._block(node.orelse, tests, after)
-            return
-        if self._meets_later(node, after):
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
             return
@@ -183,19 +172,15 @@ class _Walk:
             if passed.kind != "rank" or not self._all_may_pass(node.test, inverted=not is_else):
                 self._exit(leaves, block, passed, after)
 
-    def _meets_later(self, node: ast.If, after: tuple[_After, ...]) -> bool:
-        """Whether ranks of a branch that returns have called what the others call behind it."""
-        made = self._sequence(node.body)
-        if not made or not isinstance(node.body[-1], ast.Return) or not after:
-            return False
-        return made == self._sequence(after[0].rest)
-
     def _report_order(self, node: ast.If, made: list[str], otherwise: list[str]) -> None:
-        message = (
-            f"ranks call different collectives: {_listed(made)} where "
-            f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
-        )
-        self._report("HT109", node, message, node)
+        """HT109, if both branches come to their collectives whenever they are taken."""
+        calls = [self.facts.collectives.of(one, self.scope) for one in _calls_in([node])]
+        if made and all(one.is_certain for one in calls if one is not None):
+            message = (
+                f"ranks call different collectives: {_listed(made)} where "
+                f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
+            )
+            self._report("HT109", node, message, node)
 
     def _exit(
         self, leaves: ast.stmt, block: Sequence[ast.stmt], test: _Test, after: tuple[_After, ...]
@@ -276,11 +261,6 @@ class _Walk:
         made = [self.facts.collectives.of(call, self.scope) for call in _calls_in(block)]
         return [one.name for one in made if one is not None]
 
-    def _are_certain(self, node: ast.If) -> bool:
-        """Whether both branches come to their collectives whenever they are taken."""
-        made = [self.facts.collectives.of(call, self.scope) for call in _calls_in([node])]
-        return all(one.is_certain for one in made if one is not None)
-
     # try
 
     def _rounds(self, node: ast.For | ast.AsyncFor | ast.While, head: ast.expr) -> None:
@@ -288,21 +268,16 @@ class _Walk:
         made = self._first(node.body)
         if isinstance(node, ast.While) or made is None:
             return
-        text, called = self.facts.syntax.code(head), f"{made[1]}() at line {made[0].lineno}"
-        if CHANCE in self._drawn_of(head):
-            message = f"ranks call {called} a different number of times: {text} is random"
+        text, later = self.facts.syntax.code(head), f"{made[1]}() at line {made[0].lineno}"
+        dependence = self.facts.dependence
+        called = self.facts.syntax.dotted(head.func) if isinstance(head, ast.Call) else ""
+        lengths = head.args if isinstance(head, ast.Call) and called == "range" else []
+        if not dependence.seeded and any(CHANCE in dependence.of(one) for one in lengths):
+            message = f"ranks call {later} a different number of times: {text} is random"
             self._report("HT106", node, message, node)
         elif self._is_set_of_texts(head):
-            message = f"ranks call {called} in a different order: {text} is a set"
+            message = f"ranks call {later} in a different order: {text} is a set"
             self._report("HT109", node, message, node)
-
-    def _drawn_of(self, head: ast.expr) -> frozenset[str]:
-        """What the length of a `range` depends on; nothing where the program sets a seed."""
-        dependence = self.facts.dependence
-        is_range = isinstance(head, ast.Call) and self.facts.syntax.dotted(head.func) == "range"
-        args = head.args if isinstance(head, ast.Call) and is_range else []
-        drawn = frozenset[str]().union(*(dependence.of(one) for one in args))
-        return frozenset() if dependence.seeded else drawn
 
     def _is_set_of_texts(self, node: ast.expr) -> bool:
         """Whether a loop goes over texts whose order is another in each process."""
@@ -318,17 +293,16 @@ class _Walk:
         self._block(node.orelse, tests, after)
         self._block(node.finalbody, tests, after)
         for handler in node.handlers:
-            if not self._is_general(handler):
+            kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+            names = [
+                last(self.facts.syntax.dotted(kind)) if kind else "BaseException" for kind in kinds
+            ]
+            if _GENERAL.isdisjoint(names):
                 self._block(handler.body, tests, after)
                 continue
             caught = _Test("except", handler, "the exception")
             self._block(handler.body, (*tests, caught), after)
             self._swallowed(node, handler, after)
-
-    def _is_general(self, handler: ast.ExceptHandler) -> bool:
-        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-        names = ["" if kind is None else last(self.facts.syntax.dotted(kind)) for kind in kinds]
-        return any(name in _GENERAL for name in names)
 
     def _swallowed(
         self, node: ast.Try, handler: ast.ExceptHandler, after: tuple[_After, ...]
@@ -380,17 +354,24 @@ class _Walk:
     def _expression(self, node: ast.AST, tests: tuple[_Test, ...]) -> None:
         for call in _calls_in([node]):
             around = (*tests, *self._inline(call))
-            made = self.facts.collectives.of(call, self.scope) if around else None
+            if not around:
+                continue
+            test = _strongest(around)
+            where = f"only where {test.text} (line {test.node.lineno})"
+            made = self.facts.collectives.of(call, self.scope)
             if made is not None:
-                self._report_collective(made, call, around)
-            elif around and is_backward(call) and self.facts.distributed:
-                self._report_backward(call, around)
-            elif around and self._is_wrapped(call) and _strongest(around).kind == "rank":
-                test = _strongest(around)
+                self._report_collective(made, call, test)
+            elif is_backward(call) and self.facts.distributed:
+                if test.kind != "except":
+                    code = _CODES.get(test.kind, "HT111")
+                    self._report(
+                        code, call, f"backward() runs {where}", test.node, test, "backward"
+                    )
+            elif test.kind == "rank" and self._is_wrapped(call):
                 message = f"{ast.unparse(call.func)}() is DDP's, and runs only where {test.text}"
                 self._report("HT115", call, message, test.node)
-            elif around and last_attribute(call) == "no_sync":
-                self._report_no_sync(call, around)
+            elif last_attribute(call) == "no_sync" and test.kind not in ("except", _MAYBE):
+                self._report("HT110", call, f"no_sync() holds {where}", test.node)
 
     def _is_wrapped(self, call: ast.Call) -> bool:
         """Whether it calls a model that this function has wrapped by DDP, buffers and all."""
@@ -423,12 +404,12 @@ class _Walk:
                     yield test
             child = node
 
-    def _report_collective(
-        self, made: CollectiveCall, call: ast.Call, tests: tuple[_Test, ...]
-    ) -> None:
-        test = _strongest(tests)
-        if test.kind == "except":
-            if self._looks_at(call, test.node):
+    def _report_collective(self, made: CollectiveCall, call: ast.Call, test: _Test) -> None:
+        if isinstance(test.node, ast.ExceptHandler):
+            # A test of the exception's own words may be all ranks'.
+            around = [one for one in self.facts.syntax.outer(call) if isinstance(one, ast.If)]
+            parts = [part for one in around for part in ast.walk(one.test)]
+            if any(isinstance(one, ast.Name) and one.id == test.node.name for one in parts):
                 return
             message = f"{made.text} is reached only by a rank that met an exception"
             self._report("HT108" if made.is_certain else "HT113", call, message, test.node)
@@ -438,31 +419,8 @@ class _Walk:
             code = "HT114"
         if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
-        message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"
+        message = f"{made.text} is called only where {test.text} (line {test.node.lineno})"
         self._report(code, call, message, test.node, test, made.name)
-
-    def _looks_at(self, call: ast.Call, handler: ast.AST) -> bool:
-        """Whether a test of the exception's own words, which may be all ranks', is around."""
-        name = handler.name if isinstance(handler, ast.ExceptHandler) else None
-        return name is not None and any(
-            isinstance(one, ast.If)
-            and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.test))
-            for one in self.facts.syntax.outer(call)
-        )
-
-    def _report_backward(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = _strongest(tests)
-        if test.kind == "except":
-            return
-        code = _CODES.get(test.kind, "HT111")
-        message = f"backward() runs only where {test.text} (line {_line(test.node)})"
-        self._report(code, call, message, test.node, test, "backward")
-
-    def _report_no_sync(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = _strongest(tests)
-        if test.kind not in ("except", _MAYBE):
-            message = f"no_sync() holds only where {test.text} (line {_line(test.node)})"
-            self._report("HT110", call, message, test.node)
 
     def _report(  # noqa: PLR0917 - whom it is about, then why
         self,
@@ -536,10 +494,6 @@ def _is_for_several(test: ast.expr) -> bool:
     """Whether a test without a rank asks if there are several."""
     text = re.sub("distributed_?type", "", ast.unparse(test).lower())
     return any(word in text for word in (*SEVERAL, "is_initialized", "is_available"))
-
-
-def _line(node: ast.AST) -> int:
-    return getattr(node, "lineno", 0)
 
 
 def _listed(names: list[str]) -> str:

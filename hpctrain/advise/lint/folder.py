@@ -12,15 +12,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.collectives import CollectiveCalls, MadeCollective, always_comes_to
+from hpctrain.advise.lint.collectives import CollectiveCall, CollectiveCalls, always_comes_to
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
 from hpctrain.core.base.files import NotText, read_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PASSED_OVER = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
@@ -42,7 +43,7 @@ class ModuleSummary:
     path: Path
     imports: dict[str, str] = field(default_factory=dict)
     starred: list[str] = field(default_factory=list)
-    direct: dict[str, MadeCollective | None] = field(default_factory=dict)
+    direct: dict[str, CollectiveCall | None] = field(default_factory=dict)
     """The collective of each function, as far as it was looked for."""
     calls: dict[str, list[tuple[str, int, bool]]] = field(default_factory=dict)
     """Of each function the functions that it calls, their lines, and whether it always does."""
@@ -64,7 +65,7 @@ class LintFolder:
         self._modules: dict[Path, ModuleSummary | None] = {}
         self._places: dict[Path, Path | None] = {}
 
-    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
+    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> CollectiveCall | None:
         """Return the collective that a function of the folder makes.
 
         `dotted` is its name as the file `path`, which calls it, imports it. `depth` functions were
@@ -85,10 +86,10 @@ class LintFolder:
         if path not in self._modules:
             self._modules[path] = _summary(path, syntax)
 
-    def _made_in(self, module: ModuleSummary, name: str, depth: int) -> MadeCollective | None:
+    def _made_in(self, module: ModuleSummary, name: str, depth: int) -> CollectiveCall | None:
         if name in module.direct:
             return module.direct[name]
-        result: MadeCollective | None = None
+        result: CollectiveCall | None = None
         module.direct[name] = None  # under way: a function may call itself through others
         origins = [(module.imports[name], 0, True)] if name in module.imports else []
         origins += [(f"{origin}.{name}", 0, True) for origin in module.starred]
@@ -97,8 +98,10 @@ class LintFolder:
                 inner = self.collective_of(module.path, dotted, depth + 1)
             else:
                 inner = self._made_in(module, dotted, depth + 1)
-            if inner is not None and (result is None or not result.certain):
-                result = MadeCollective(inner.name, line or inner.line, certain and inner.certain)
+            if inner is not None and (result is None or not result.is_certain):
+                result = CollectiveCall(
+                    inner.name, line=line or inner.line, is_certain=certain and inner.is_certain
+                )
         module.direct[name] = result
         return result
 
@@ -109,17 +112,15 @@ class LintFolder:
         level = len(dotted) - len(dotted.lstrip("."))
         parts = dotted.lstrip(".").split(".")
         bases = [path.parents[level - 1]] if 0 < level <= len(path.parents) else []
-        for base in bases if level else self._above(path.parent):
+        if not level:  # the file's own folder, and those around it
+            around = [one for one in path.parent.parents if one.is_relative_to(self.root)]
+            bases = [path.parent, *around, self.root / "src"]
+        for base in bases:
             for number in range(len(parts), 0, -1):
                 place = self._place(base.joinpath(*parts[:number]))
                 if place is not None:
                     return self._module(place), parts[number:]
         return None, []
-
-    def _above(self, folder: Path) -> list[Path]:
-        """Return the folders in which an import may begin: the file's own, and those around it."""
-        around = [one for one in folder.parents if one.is_relative_to(self.root)]
-        return [folder, *around, self.root / "src"]
 
     def _place(self, stem: Path) -> Path | None:
         """Return the file of a module inside the folder."""
@@ -132,7 +133,10 @@ class LintFolder:
 
     def _module(self, path: Path) -> ModuleSummary | None:
         if path not in self._modules:
-            self._modules[path] = _read_summary(path)
+            try:
+                self._modules[path] = _summary(path, ProgramSyntax(read_source(path), str(path)))
+            except (NotPython, NotText, RecursionError):
+                self._modules[path] = None
         return self._modules[path]
 
     def names(self, path: str | Path) -> bool:
@@ -141,27 +145,23 @@ class LintFolder:
 
     @cached_property
     def _named(self) -> frozenset[str]:
-        return frozenset(name for path in self._launchers() for name in _named_in(path))
-
-    def _launchers(self) -> Iterator[Path]:
-        number = 0
-        for root, folders, files in os.walk(self.root):
-            folders[:] = sorted(
-                one for one in folders if not one.startswith(".") and one not in PASSED_OVER
-            )
-            if not self.is_whole:
-                folders.clear()
-            for name in sorted(files):
-                if name.endswith(_LAUNCHERS) and number < _MOST_LAUNCHERS:
-                    number += 1
-                    yield Path(root, name)
+        files = walk_files(self.root, is_whole=self.is_whole)
+        launchers = islice((one for one in files if one.name.endswith(_LAUNCHERS)), _MOST_LAUNCHERS)
+        return frozenset(name for path in launchers for name in _named_in(path))
 
 
-def _read_summary(path: Path) -> ModuleSummary | None:
-    try:
-        return _summary(path, ProgramSyntax(read_source(path), str(path)))
-    except (NotPython, NotText, RecursionError):
-        return None
+def walk_files(
+    folder: Path, say: Callable[[str], None] = lambda _: None, *, is_whole: bool = True
+) -> Iterator[Path]:
+    """Yield the files of a folder in order; unless `is_whole`, only those directly in it."""
+
+    def passed_over(error: OSError) -> None:
+        say(f"{error.filename} is passed over: {error.strerror}")
+
+    for root, folders, files in os.walk(folder, onerror=passed_over):
+        inner = [one for one in folders if not one.startswith(".") and one not in PASSED_OVER]
+        folders[:] = sorted(inner) if is_whole else []
+        yield from (Path(root, name) for name in sorted(files))
 
 
 def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
@@ -179,8 +179,10 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
             made = direct.get(call)
             certain = always_comes_to(syntax, call, direct) and (made is None or made.is_certain)
             earlier = module.direct.get(name)
-            if made is not None and (earlier is None or not earlier.certain):
-                module.direct[name] = MadeCollective(made.name, call.lineno, certain)
+            if made is not None and (earlier is None or not earlier.is_certain):
+                module.direct[name] = CollectiveCall(
+                    made.name, line=call.lineno, is_certain=certain
+                )
             dotted = syntax.dotted(call.func)
             if dotted and (dotted in syntax.functions or syntax.is_imported(call.func)):
                 calls.append((dotted, call.lineno, certain))

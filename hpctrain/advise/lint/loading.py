@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.dependence import RANKS
 from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only, is_backward
 from hpctrain.advise.lint.syntax import (
+    NAMES,
     LintScope,
     argument,
     constant,
     given,
-    is_true,
     keyword,
     last,
     spreads,
@@ -29,69 +29,43 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.rule import LintFinding
 
-_SAMPLERS = ("DistributedSampler",)
-_BY_OTHERS = (
-    "accelerate",
-    "deepspeed",
-    "hpctrain",
-    "lightning",
-    "megatron",
-    "pytorch_lightning",
-    "transformers",
-    "torchdata",
-    "webdataset",
-)
-"""Libraries that give ranks samples of their own without a sampler in the program."""
+_SAMPLER = "DistributedSampler"
 _SAMPLER_PLACE, _WORKERS_PLACE, _SHUFFLE_PLACE = 3, 5, 2
 _SEED_PLACE = 4
-_SHARING = ("rank", "world", "shard", "replica", "process", "worker_id", "node", "split")
-"""Parts of words in a dataset that may give each rank a share of its own."""
 
 
 def check_loading(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT301, HT302 and HT306 to HT309."""
     yield from _set_epoch(facts)
-    for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
+    for call in facts.syntax.calls_to(_SAMPLER, root="torch.utils.data"):
         seed = argument(call, "seed", _SEED_PLACE)
         if seed is not None and not spreads(call) and facts.dependence.of(seed) & RANKS:
             text = facts.syntax.code(seed)
             yield facts.finding("HT309", call, f"seed={text} is another number on each rank")
-    loaders = [
-        call
-        for call in facts.syntax.calls_to("DataLoader")
-        if facts.syntax.dotted(call.func).startswith("torch.utils.data")
-    ]
-    for call in loaders:
-        yield from _loader(facts, call)
+    for call in facts.syntax.calls_to("DataLoader", root="torch.utils.data"):
+        if not spreads(call):
+            yield from _loader(facts, call)
     yield from _filtered(facts)
 
 
 def _set_epoch(facts: ProgramFacts) -> Iterator[LintFinding]:
-    if facts.mentions("set_epoch") or not (facts.trains or _has_epochs(facts)):
-        return
-    if facts.imports_where(lambda module: module.mentions_set_epoch):
+    if facts.mentions("set_epoch") or facts.imports_where(lambda one: one.mentions_set_epoch):
         return
     if facts.syntax.imports_any("accelerate", "lightning", "pytorch_lightning", "transformers"):
         return
-    for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
+    loops = [one.target for scope in facts.syntax.scopes for one in scope.of(ast.For)]
+    # The backward pass may be in another function than the loop that counts epochs.
+    if not facts.trains and not any(
+        isinstance(one, ast.Name) and "epoch" in one.id.lower() for one in loops
+    ):
+        return
+    for call in facts.syntax.calls_to(_SAMPLER, root="torch.utils.data"):
         shuffle = argument(call, "shuffle", 3)
         may_shuffle = facts.distributed and constant(shuffle) is None
-        if spreads(call) or not (shuffle is None or is_true(shuffle) or may_shuffle):
-            continue
-        if not _is_for_training(facts, call):
-            continue
-        yield facts.finding(
-            "HT301", call, "the sampler is never told the epoch: set_epoch() is nowhere"
-        )
-
-
-def _has_epochs(facts: ProgramFacts) -> bool:
-    """Whether a loop counts epochs, so that the backward pass may be in another function."""
-    return any(
-        isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower()
-        for scope in facts.syntax.scopes
-        for loop in scope.of(ast.For)
-    )
+        shuffles = shuffle is None or constant(shuffle) is True or may_shuffle
+        if shuffles and not spreads(call) and _is_for_training(facts, call):
+            message = "the sampler is never told the epoch: set_epoch() is nowhere"
+            yield facts.finding("HT301", call, message)
 
 
 def _is_for_training(facts: ProgramFacts, call: ast.Call) -> bool:
@@ -104,18 +78,13 @@ def _is_for_training(facts: ProgramFacts, call: ast.Call) -> bool:
 
 
 def _loader(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    if spreads(call):
-        return
     sampler = argument(call, "sampler", _SAMPLER_PLACE)
-    workers = argument(call, "num_workers", _WORKERS_PLACE)
-    shuffle = argument(call, "shuffle", _SHUFFLE_PLACE)
-    if (
-        isinstance(sampler, ast.Name | ast.Call)
-        and is_true(shuffle)
-        and _is_sampler(facts, sampler)
-    ):
+    values = facts.dependence.values_at(sampler) if isinstance(sampler, ast.Name) else [sampler]
+    made = [facts.syntax.dotted(one.func) if isinstance(one, ast.Call) else "" for one in values]
+    shuffles = constant(argument(call, "shuffle", _SHUFFLE_PLACE)) is True
+    if shuffles and len(made) == 1 and last(made[0]) == _SAMPLER:
         yield facts.finding("HT306", call, "DataLoader() is given a sampler and shuffle=True")
-    number = constant(workers)
+    number = constant(argument(call, "num_workers", _WORKERS_PLACE))
     if facts.cpus and isinstance(number, int) and number > facts.cpus:
         yield facts.finding("HT308", call, f"{number} workers on {count(facts.cpus, 'CPU')}")
     own = given(sampler) or given(keyword(call, "batch_sampler"))
@@ -123,18 +92,11 @@ def _loader(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         yield facts.finding("HT302", call, "every rank reads all samples: no DistributedSampler")
 
 
-def _is_sampler(facts: ProgramFacts, node: ast.expr) -> bool:
-    """Whether it is certainly a sampler: a call, or a name that is given one and nothing else."""
-    values = facts.dependence.values_at(node) if isinstance(node, ast.Name) else [node]
-    calls = [facts.syntax.dotted(one.func) for one in values if isinstance(one, ast.Call)]
-    return len(calls) == len(values) == 1 and last(calls[0]) == "DistributedSampler"
-
-
 def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
     """Whether a loader feeds a backward pass of several ranks, and none has a share of its own."""
-    if not facts.distributed or not facts.trains or facts.syntax.imports_any(*_BY_OTHERS):
+    if not facts.distributed or not facts.trains or facts.syntax.imports_any(*NAMES["shares"]):
         return False
-    if facts.mentions("DistributedSampler", "split_dataset_by_node", "Subset"):
+    if facts.mentions(_SAMPLER, "split_dataset_by_node", "Subset"):
         return False
     if facts.mentions("IterableDataset") and not _yields_alike(facts, call):
         return False
@@ -167,7 +129,7 @@ def _yields_alike(facts: ProgramFacts, call: ast.Call) -> bool:
         and [last(facts.syntax.dotted(base)) for base in one.bases] == ["IterableDataset"]
     ]
     return len(kinds) == 1 and not any(
-        word in ast.unparse(node).lower() for word in _SHARING for node in (kinds[0], made)
+        word in ast.unparse(node).lower() for word in NAMES["sharing"] for node in (kinds[0], made)
     )
 
 
@@ -186,14 +148,6 @@ def _filtered(facts: ProgramFacts) -> Iterator[LintFinding]:
                 yield facts.finding("HT307", node, f"reads all of {source} on every rank")
 
 
-_SAVES = frozenset(
-    {"save_checkpoint", "save_model", "save_state", "save_state_dict", "save_pretrained"}
-)
-_SHARDS = (".distcp",)
-_FOLDER_NAME_NUMBER = 2
-"""Steps up which the parts of a path are followed."""
-
-
 def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT511, HT512, HT601, HT605 and HT608."""
     # A program whose helpers can load may well do so elsewhere.
@@ -205,14 +159,27 @@ def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
         dotted = facts.syntax.dotted(call.func)
         if dotted == "signal.signal":
             yield from _handler(facts, call)
-        elif dotted == "torch.save":
-            yield from _save(facts, call)
-        elif dotted == "shutil.rmtree":
-            yield from _removed(facts, call)
         elif dotted == "torch.load":
             yield from _load(facts, call)
-        elif dotted == "open":
-            yield from _opened(facts, call)
+        elif (path := _written(facts, call, dotted)) is not None:
+            yield from _shared_file(facts, call, path)
+
+
+def _written(facts: ProgramFacts, call: ast.Call, dotted: str) -> ast.expr | None:
+    """The path that a call writes or removes, unless each process surely has its own."""
+    if dotted == "torch.save":
+        return None if spreads(call) else argument(call, "f", 1)
+    if dotted == "shutil.rmtree":  # all but the first find nothing, and raise
+        path = argument(call, "path", 0)
+        if path is None or argument(call, "ignore_errors", 1) is not None:
+            return None
+        is_own = "tmp" in ast.unparse(path) or "temp" in ast.unparse(nearest_value(facts, path))
+        return None if is_own else path
+    if dotted == "open":  # a text that is written out, so that it is one file
+        mode, path = constant(argument(call, "mode", 1)), argument(call, "file", 0)
+        is_text = path is not None and isinstance(constant(nearest_value(facts, path)), str)
+        return path if is_text and str(mode).startswith(("w", "x")) else None
+    return None
 
 
 def _handler(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
@@ -240,66 +207,39 @@ def _done_in(
         dotted = facts.syntax.dotted(call.func)
         if facts.collectives.direct.get(call) is not None or dotted == "torch.save":
             yield call, f"{last(dotted)}()"
-        elif any("scontrol requeue" in _words(arg) for arg in call.args):
+        elif any("scontrol requeue" in " ".join(_words(arg)) for arg in call.args):
             yield call, "requeue"
         else:
             inner = facts.syntax.resolve(call, scope)
             if inner is not None and depth < 2:  # noqa: PLR2004 - as deep as handlers go
                 for _, done in _done_in(facts, inner, depth + 1):
                     yield call, done
-            elif last(dotted) in _SAVES:
+            elif last(dotted) in NAMES["saves"]:
                 yield call, f"{last(dotted)}()"
 
 
-def _words(node: ast.expr) -> str:
-    """The literal words of a command line, as one text or as a list of them."""
+def _words(node: ast.expr) -> list[str]:
+    """The literal words of an expression, of a command line for instance."""
     parts = [str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant)]
-    return " ".join(" ".join(parts).split())
+    return " ".join(parts).split()
 
 
-def _save(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    path = argument(call, "f", 1)
-    if path is not None and not spreads(call):
-        yield from _shared_file(facts, call, path)
-
-
-def _removed(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    """`shutil.rmtree(folder)` by all ranks: all but the first find nothing, and raise."""
-    path = argument(call, "path", 0)
-    if path is None or argument(call, "ignore_errors", 1) is not None:
-        return
-    if "tmp" not in ast.unparse(path) and "temp" not in ast.unparse(nearest_value(facts, path)):
-        yield from _shared_file(facts, call, path, "remove")
-
-
-def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    """`open("log.txt", "w")` by all ranks; a text that is written out, so that it is one file."""
-    mode = constant(argument(call, "mode", 1))
-    path = argument(call, "file", 0)
-    if path is None or not isinstance(mode, str) or not mode.startswith(("w", "x")):
-        return
-    if isinstance(constant(nearest_value(facts, path)), str):
-        yield from _shared_file(facts, call, path)
-
-
-def _shared_file(
-    facts: ProgramFacts, call: ast.Call, path: ast.expr, does: str = "write"
-) -> Iterator[LintFinding]:
+def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterator[LintFinding]:
     """HT601: one file that all ranks write."""
-    if not facts.distributed or not (facts.trains or facts.starts_ranks):
+    joins = facts.syntax.calls_to("init_process_group", "init_distributed")
+    if not facts.distributed or not (facts.trains or any(joins)):
         return
     if facts.syntax.imports_any("deepspeed", "megatron", "accelerate", "lightning"):
         return
-    scope = facts.syntax.scope_of[call]
     path = nearest_value(facts, path)
-    if (
-        _differs(facts, path)
-        or _seems_main(facts, call)
-        or for_main_only(facts, call)
-        or not _is_reached(facts, scope)
-    ):
+    if _differs(facts, path) or _seems_main(facts, call) or for_main_only(facts, call):
         return
-    yield facts.finding("HT601", call, f"all ranks {does} {facts.syntax.code(path, 40)}")
+    scope = facts.syntax.scope_of[call]
+    callers = facts.syntax.callers(scope)
+    is_reached = isinstance(scope.node, ast.Module) or scope.name == "main"
+    if is_reached or any(not for_main_only(facts, one) for one in callers):
+        does = "remove" if last(facts.syntax.dotted(call.func)) == "rmtree" else "write"
+        yield facts.finding("HT601", call, f"all ranks {does} {facts.syntax.code(path, 40)}")
 
 
 def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:
@@ -316,33 +256,15 @@ def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:
     return max(values, key=lambda value: value.lineno) if values else node
 
 
-def _by_rank(facts: ProgramFacts, path: ast.expr, depth: int = 0) -> bool:
-    """Whether a path names the rank, as far as its parts can be followed upwards."""
-    value = nearest_value(facts, path)
-    if isinstance(value, ast.Name) or depth > _FOLDER_NAME_NUMBER:
-        return bool(facts.dependence.of(value) & RANKS)
-    for node in ast.walk(value):
-        if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-            continue
-        inner = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
-        followed = [one for one in inner if nearest_value(facts, one) is not one]
-        if not followed and facts.dependence.of(node) & RANKS:
-            return True
-        if isinstance(node, ast.Name) and followed and _by_rank(facts, node, depth + 1):
-            return True
-    return False
-
-
 _OWN_NAMES = re.compile(r"(?i)rank|uuid|pid|mkdtemp|mkstemp|tempfile|hostname|token_")
 """In calls whose result may be another on each rank."""
-_MAIN_WORDS = ("rank", "gpu", "main", "master", "primary", "proc", "chief", "leader", "zero")
 
 
 def _seems_main(facts: ProgramFacts, call: ast.Call, depth: int = 0) -> bool:
     """Whether a test around a save, or around the calls of its function, may mean one rank."""
     for around in facts.syntax.outer(call):
         if isinstance(around, ast.If) and any(
-            word in ast.unparse(around.test).lower() for word in _MAIN_WORDS
+            word in ast.unparse(around.test).lower() for word in NAMES["main_words"]
         ):
             return True
     scope = facts.syntax.scope_of[call]
@@ -370,19 +292,11 @@ def _differs(facts: ProgramFacts, path: ast.expr) -> bool:
     return isinstance(path, ast.Name) and path.id in scope.parameters
 
 
-def _is_reached(facts: ProgramFacts, scope: LintScope) -> bool:
-    """Whether a function of this file, known to all ranks, calls it without a test of the rank."""
-    if isinstance(scope.node, ast.Module) or scope.name == "main":
-        return True
-    return any(not for_main_only(facts, call) for call in facts.syntax.callers(scope))
-
-
 def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     path = argument(call, "f", 0)
     if path is None or spreads(call):
         return
-    text = " ".join(str(one.value) for one in ast.walk(path) if isinstance(one, ast.Constant))
-    sharded = any(ending in text for ending in _SHARDS)
-    by_rank = facts.distributed and _by_rank(facts, path)
+    sharded = any(".distcp" in word for word in _words(path))
+    by_rank = facts.distributed and facts.dependence.of(path) & RANKS
     if sharded or by_rank:
         yield facts.finding("HT605", call, f"{facts.syntax.code(path, 40)} is the part of one rank")

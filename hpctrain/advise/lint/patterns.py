@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.lint.arguments import rank_origin
 from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only
-from hpctrain.advise.lint.rule import ROWS, LintFinding, SourceEdit
-from hpctrain.advise.lint.syntax import constant, insert_argument, is_vendors, keyword, last, span
+from hpctrain.advise.lint.rule import ROWS, LintFinding
+from hpctrain.advise.lint.syntax import argument, constant, is_vendors, keyword, last
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 _NOT = "not "
 
@@ -36,20 +36,13 @@ class ArgumentTest:
     any_of: tuple[str, ...] = ()
     none_of: tuple[str, ...] = ()  # none of these holds
 
-    def value(self, call: ast.Call) -> ast.expr | None:
-        """What is given."""
-        named = keyword(call, self.name)
-        if named is None and self.place is not None and self.place < len(call.args):
-            return call.args[self.place]
-        return named
-
     def holds(self, facts: ProgramFacts, call: ast.Call) -> bool:
         """Whether it holds of a call's argument."""
-        value = self.value(call)
+        value = argument(call, self.name, self.place)
         hides = any(one.arg is None for one in call.keywords) or (
             self.place is not None and any(isinstance(one, ast.Starred) for one in call.args)
         )
-        if hides and (value is None or keyword(call, self.name) is None):
+        if hides and keyword(call, self.name) is None:
             return False
         if self.any_of and not any(_is(facts, value, word) for word in self.any_of):
             return False
@@ -80,14 +73,17 @@ def _is(  # noqa: PLR0911 - a line per word
             return is_literal and repr(literal) == word
 
 
-_FILE_FACTS: dict[str, Callable[[ProgramFacts], bool]] = {
+_FILE_FACTS: dict[str, Callable[..., bool]] = {
     "distributed": lambda facts: facts.distributed,
     "trains": lambda facts: facts.trains,
     "spawns": lambda facts: facts.spawns,
     "on one machine": lambda facts: (
         facts.spawns or facts.mentions("spawn", "mp", "multiprocessing")
     ),
-    "on GPUs": lambda facts: facts.on_gpus,
+    "on GPUs": lambda facts: (
+        not facts.mentions("is_available")
+        and any(not call.args for call in facts.syntax.methods("cuda"))
+    ),
 }
 _USES = (
     *(ast.Assign, ast.NamedExpr, ast.AugAssign, ast.If, ast.While, ast.BinOp, ast.Compare),
@@ -119,7 +115,7 @@ def _is_under(facts: ProgramFacts, node: ast.AST, *kinds: type[ast.AST]) -> bool
     return any(isinstance(one, kinds) for one in facts.syntax.outer(node))
 
 
-_PLACE_FACTS: dict[str, Callable[[ProgramFacts, ast.AST], bool]] = {
+_PLACE_FACTS: dict[str, Callable[..., bool]] = {
     "used result": _is_used,
     "unused result": lambda facts, node: isinstance(facts.syntax.parents[node], ast.Expr),
     "main only": for_main_only,
@@ -153,16 +149,13 @@ class CallPattern:
     place: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()  # one of these identifiers is in the program
     mentions_not: tuple[str, ...] = ()  # none of these is
+    calls_not: tuple[str, ...] = ()  # none of these dotted names is called
     says_not: tuple[str, ...] = ()  # none of these texts is in the program
     imports_not: tuple[str, ...] = ()  # nothing of these packages is imported
     names_not: str = ""  # a regex that no identifier in small letters has
     texts_not: str = ""  # a regex that no text in small letters has
     first: bool = False  # report only the first place of a program
     at: str = ""  # the argument that is shown instead of the call
-    insert: str = ""  # `--fix` puts this before the first argument
-    rename: str = ""  # `--fix` gives the call this last name
-    # it does so only with these keywords and at most one argument without one
-    plain: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, code: str, row: dict[str, Any]) -> CallPattern:
@@ -182,64 +175,20 @@ class CallPattern:
     def fits_file(self, facts: ProgramFacts) -> bool:
         """Whether the rule applies to the program."""
         return (
-            all(_holds(word, lambda fact: _FILE_FACTS[fact](facts)) for word in self.file)
+            _all_hold(self.file, _FILE_FACTS, facts)
             and (not self.mentions or facts.mentions(*self.mentions))
             and not (self.mentions_not and facts.mentions(*self.mentions_not))
-            and not any(facts.says(text) for text in self.says_not)
+            and facts.called.isdisjoint(self.calls_not)
+            and facts.texts.isdisjoint(self.says_not)
             and not (self.imports_not and facts.syntax.imports_any(*self.imports_not))
-            and not (self.names_not and re.search(self.names_not, facts.all_names))
-            and not (self.texts_not and re.search(self.texts_not, facts.all_texts))
+            and not (self.names_not and re.search(self.names_not, "\n".join(facts.words).lower()))
+            and not (self.texts_not and re.search(self.texts_not, "\n".join(facts.texts).lower()))
         )
 
-    def fits_place(self, facts: ProgramFacts, node: ast.AST) -> bool:
-        """Whether a node stands where it counts."""
-        return all(
-            _holds(word, lambda fact: _PLACE_FACTS[fact](facts, node)) for word in self.place
-        )
 
-    def edits(self, facts: ProgramFacts, call: ast.Call) -> tuple[SourceEdit, ...]:
-        """What `--fix` changes."""
-        if self.insert:
-            return insert_argument(facts.syntax, call, self.insert)
-        if not self.rename or not isinstance(call.func, ast.Attribute):
-            return ()
-        if self.plain is not None and (
-            len(call.args) > 1
-            or any(isinstance(one, ast.Starred) for one in call.args)
-            or not {one.arg for one in call.keywords} <= {*self.plain}
-        ):
-            return ()
-        _, end = span(facts.syntax, call.func)
-        return (SourceEdit(end - len(call.func.attr.encode()), end, self.rename),)
-
-
-def _holds(word: str, fact: Callable[[str], bool]) -> bool:
-    return not fact(word.removeprefix(_NOT)) if word.startswith(_NOT) else fact(word)
-
-
-@dataclass(frozen=True)
-class PatternTable:
-    """Patterns by what they look for, so that each call meets few of them."""
-
-    of_calls: dict[str, tuple[tuple[CallPattern, re.Pattern[str]], ...]]
-    """By the last name; under "" those whose last name is not plain."""
-    of_variables: dict[str, tuple[CallPattern, ...]]
-
-    @classmethod
-    def of(cls, patterns: Sequence[CallPattern]) -> PatternTable:
-        """Sort them."""
-        calls: dict[str, list[tuple[CallPattern, re.Pattern[str]]]] = {}
-        variables: dict[str, list[CallPattern]] = {}
-        for pattern in patterns:
-            names = {"" if "*" in last(name) else last(name) for name in pattern.call}
-            for name in names:
-                calls.setdefault(name, []).append((pattern, pattern.finds_calls))
-            for name in pattern.sets:
-                variables.setdefault(name, []).append(pattern)
-        return cls(
-            {name: tuple(rows) for name, rows in calls.items()},
-            {name: tuple(rows) for name, rows in variables.items()},
-        )
+def _all_hold(words: tuple[str, ...], facts: dict[str, Callable[..., bool]], *given: Any) -> bool:
+    """Whether each fact holds of what is given, or with "not" before it does not."""
+    return all(facts[word.removeprefix(_NOT)](*given) != word.startswith(_NOT) for word in words)
 
 
 @cache
@@ -249,50 +198,64 @@ def packaged_patterns() -> tuple[CallPattern, ...]:
 
 
 @cache
-def _packaged_table() -> PatternTable:
-    return PatternTable.of(packaged_patterns())
+def _by_name(
+    patterns: tuple[CallPattern, ...],
+) -> tuple[dict[str, list[tuple[CallPattern, re.Pattern[str]]]], dict[str, list[CallPattern]]]:
+    """Patterns by the call's last name ("" if that is not plain), and by the variable.
+
+    So each call meets few of them.
+    """
+    calls: dict[str, list[tuple[CallPattern, re.Pattern[str]]]] = {}
+    variables: dict[str, list[CallPattern]] = {}
+    for pattern in patterns:
+        for name in {"" if "*" in last(name) else last(name) for name in pattern.call}:
+            calls.setdefault(name, []).append((pattern, pattern.finds_calls))
+        for name in pattern.sets:
+            variables.setdefault(name, []).append(pattern)
+    return calls, variables
 
 
-def check_patterns(facts: ProgramFacts, table: PatternTable | None = None) -> Iterator[LintFinding]:
-    """Every finding of a table of patterns; of ours where none is given."""
-    table = table or _packaged_table()
+def check_patterns(
+    facts: ProgramFacts, patterns: tuple[CallPattern, ...] | None = None
+) -> Iterator[LintFinding]:
+    """Every finding of some patterns; of ours where none are given."""
     fits: dict[int, bool] = {}
-    for pattern, node, name, literal in _places(facts, table):
+    for pattern, node, name, literal in _places(facts, patterns or packaged_patterns()):
         key = id(pattern)
         if key not in fits:
             fits[key] = pattern.fits_file(facts)
-        if not fits[key] or not pattern.fits_place(facts, node):
+        if not fits[key] or not _all_hold(pattern.place, _PLACE_FACTS, facts, node):
             continue
         fits[key] = not pattern.first
         where: ast.AST = node
-        edits: tuple[SourceEdit, ...] = ()
         shown = literal
         if isinstance(node, ast.Call) and pattern.call:
-            edits = pattern.edits(facts, node)
-            tested = pattern.args[0].value(node) if pattern.args else None
+            tests = [argument(node, one.name, one.place) for one in pattern.args]
+            tested = tests[0] if tests else None
             text = constant(tested)
             shown = text if isinstance(text, str) else facts.syntax.code(tested) if tested else ""
             where = (keyword(node, pattern.at) or node) if pattern.at else node
         message = pattern.message.replace("{name}", name).replace("{value}", shown)
-        yield facts.finding(pattern.code, where, message, edits)
+        yield facts.finding(pattern.code, where, message)
 
 
 def _places(
-    facts: ProgramFacts, table: PatternTable
+    facts: ProgramFacts, patterns: tuple[CallPattern, ...]
 ) -> Iterator[tuple[CallPattern, ast.AST, str, str]]:
     """Each (pattern, node, name, value) of which all but the file and the place holds."""
+    of_calls, of_variables = _by_name(patterns)
     for call in facts.syntax.calls:
         dotted = facts.syntax.dotted(call.func)
         name = last(dotted)
-        rows = table.of_calls.get(name, ()) if name else ()
-        for pattern, names in (*rows, *table.of_calls.get("", ())):
+        rows = of_calls.get(name, ()) if name else ()
+        for pattern, names in (*rows, *of_calls.get("", ())):
             if not names.fullmatch(dotted) or is_vendors(dotted):
                 continue
             if all(test.holds(facts, call) for test in pattern.args):
                 yield pattern, call, name, ""
     for name, value, node, is_default in _environment(facts):
         literal = constant(value)
-        for pattern in table.of_variables.get(name, ()):
+        for pattern in of_variables.get(name, ()):
             fits = pattern.value is None or (
                 literal is not None and re.match(pattern.value, str(literal)) is not None
             )

@@ -90,51 +90,37 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
         called.get(owner_of(call), set()).add(last_attribute(call))
     for name, used in called.items():
         if "step" in used and "update" not in used:
-            yield facts.finding(
-                "HT209", names[name], f"{name}.step() is called, {name}.update() never"
-            )
-    yield from _left_scaled(facts, names)
-    dtypes = {last(facts.syntax.dotted(call_dtype)) for call_dtype in _dtypes(facts)}
-    if dtypes == {"bfloat16"}:
+            message = f"{name}.step() is called, {name}.update() never"
+            yield facts.finding("HT209", names[name], message)
+        yield from _left_scaled(facts, name)
+    casts = facts.syntax.calls_to("autocast", root="torch")
+    if {last(facts.syntax.dotted(keyword(one, "dtype") or one)) for one in casts} == {"bfloat16"}:
         for name, call in names.items():
             if keyword(call, "enabled") is None and "scale" in called[name]:
                 yield facts.finding("HT208", call, "every autocast of this file is bfloat16")
 
 
-def _left_scaled(facts: ProgramFacts, names: dict[str, ast.Call]) -> Iterator[LintFinding]:
+def _left_scaled(facts: ProgramFacts, name: str) -> Iterator[LintFinding]:
     """HT209: unscale_() at each step, update() at some: the next unscale_() raises."""
-    unscales, updates = facts.syntax.methods("unscale_"), facts.syntax.methods("update")
-    for name in names:
-        unscaled = [one for one in unscales if owner_of(one) == name]
-        updated = [one for one in updates if owner_of(one) == name]
-        if len(unscaled) != 1 or len(updated) != 1:
-            continue
-        loop = inside_loop(facts.syntax, unscaled[0])
-        is_each = loop is not None and facts.syntax.parents[unscaled[0]] in loop.body
-        tests = [
-            one
-            for one in facts.syntax.outer(updated[0])
-            if isinstance(one, ast.If | ast.For | ast.While)
-        ]
-        if is_each and isinstance(tests[0], ast.If) and tests[0] in ast.walk(loop or tests[0]):
-            message = f"{name}.unscale_() is called at each step, update() only under a test"
-            yield facts.finding("HT209", updated[0], message)
-
-
-def _dtypes(facts: ProgramFacts) -> Iterator[ast.expr]:
-    for call in facts.syntax.calls_to("autocast", root="torch"):
-        dtype = keyword(call, "dtype")
-        yield dtype if dtype is not None else call
+    unscaled = [one for one in facts.syntax.methods("unscale_") if owner_of(one) == name]
+    updated = [one for one in facts.syntax.methods("update") if owner_of(one) == name]
+    loop = inside_loop(facts.syntax, unscaled[0]) if len(unscaled) == len(updated) == 1 else None
+    if loop is None or facts.syntax.parents[unscaled[0]] not in loop.body:
+        return
+    around = facts.syntax.outer(updated[0])
+    test = next((one for one in around if isinstance(one, ast.If | ast.For | ast.While)), None)
+    if isinstance(test, ast.If) and test in ast.walk(loop):
+        message = f"{name}.unscale_() is called at each step, update() only under a test"
+        yield facts.finding("HT209", updated[0], message)
 
 
 def _steps(facts: ProgramFacts) -> Iterator[LintFinding]:
     """The order of backward, unscale, clip and step in each function."""
     for scope in facts.syntax.scopes:
         moves = _moves(scope)
-        if not any(kind == "backward" for kind, _, _ in moves):
-            continue
-        yield from _clip_order(facts, moves)
-        yield from _no_zero_grad(facts, moves)
+        if any(kind == "backward" for kind, _, _ in moves):
+            yield from _clip_order(facts, moves)
+            yield from _no_zero_grad(facts, moves)
 
 
 def _moves(scope: LintScope) -> list[tuple[str, ast.Call, str]]:
@@ -159,31 +145,19 @@ def _clip_order(
     for index, (kind, call, owner) in enumerate(moves):
         if kind != "clip" or "accelerator" in owner:
             continue
-        before = [one[0] for one in moves[:index] if not exclusive(facts.syntax, one[1], call)]
-        by_scaler = any(
-            one[0] == "backward" and one[2] and not exclusive(facts.syntax, one[1], call)
-            for one in moves[:index]
-        )
-        if by_scaler and not {"unscale_", "unscale_gradients"} & set(before):
+        before = [one for one in moves[:index] if not exclusive(facts.syntax, one[1], call)]
+        by_scaler = any(what == "backward" and scaler for what, _, scaler in before)
+        if by_scaler and not {"unscale_", "unscale_gradients"} & {what for what, _, _ in before}:
             yield facts.finding("HT203", call, "gradients are clipped before scaler.unscale_()")
-        block = _siblings(facts, call)
-        since = [one for one in moves[:index] if _within(facts, one[1], block)]
-        later = [one for one in moves[index + 1 :] if _within(facts, one[1], block)]
+        loop = inside_loop(facts.syntax, call)  # None: the function itself, whose moves these are
+        since = [one for one in moves[:index] if inside_loop(facts.syntax, one[1]) is loop]
+        later = [one for one in moves[index + 1 :] if inside_loop(facts.syntax, one[1]) is loop]
         stepped = [one for one in since if one[0] == "step" and _is_optimizer(one)]
         again = any(one[0] in ("step", "backward") for one in later)
         if stepped and any(one[0] == "backward" for one in since) and not again:
             yield facts.finding(
                 "HT210", call, f"gradients are clipped after {stepped[-1][2]}.step()"
             )
-
-
-def _siblings(facts: ProgramFacts, node: ast.AST) -> ast.AST:
-    """The loop or function that a statement is in."""
-    return inside_loop(facts.syntax, node) or facts.syntax.scope_of[node].node
-
-
-def _within(facts: ProgramFacts, node: ast.AST, block: ast.AST) -> bool:
-    return _siblings(facts, node) is block
 
 
 def _is_optimizer(move: tuple[str, ast.Call, str]) -> bool:
@@ -210,57 +184,45 @@ def _no_zero_grad(
 def _items(facts: ProgramFacts) -> Iterator[LintFinding]:
     """One `.item()` of a loss for each loop, where nothing keeps it from every step."""
     loops: set[ast.AST] = set()
-    for call in facts.syntax.calls:
-        if last_attribute(call) != "item" or call.args:
-            continue
+    for call in facts.syntax.methods("item"):
         loop = inside_loop(facts.syntax, call)
-        if loop is None or loop in loops or _is_conditional(facts, call, loop):
+        if call.args or loop is None or loop in loops:
+            continue
+        around = list(facts.syntax.outer(call))
+        inside = around[: around.index(loop)]
+        if any(isinstance(one, ast.If | ast.IfExp | ast.ExceptHandler) for one in inside):
             continue
         if any(is_backward(one) for one in ast.walk(loop) if isinstance(one, ast.Call)):
             loops.add(loop)
-            yield facts.finding(
-                "HT205", call, f"{facts.syntax.code(call)} at every step of the loop"
-            )
-
-
-def _is_conditional(facts: ProgramFacts, node: ast.AST, loop: ast.AST) -> bool:
-    for around in facts.syntax.outer(node):
-        if around is loop:
-            return False
-        if isinstance(around, ast.If | ast.IfExp | ast.ExceptHandler):
-            return True
-    return False
+            text = facts.syntax.code(call)
+            yield facts.finding("HT205", call, f"{text} at every step of the loop")
 
 
 def _sharded_later(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT211: `Adam(model.parameters())`, and below it `fully_shard(model)` in the same block."""
     shards = [call for call in facts.syntax.calls_to("fully_shard", root="torch") if call.args]
-    if not shards:
-        return
+    if not shards or facts.mentions("param_groups"):
+        return  # it may be given the new parameters by hand
     for call in facts.syntax.calls:
         made = facts.syntax.parents[call]
+        first = call.args[0] if call.args else None
         if not (
             isinstance(made, ast.Assign)
-            and call.args
             and "opt" in ast.unparse(made.targets[0]).lower()
+            and isinstance(first, ast.Call)
+            and last_attribute(first) == "parameters"
         ):
             continue
-        first = call.args[0]
-        if not (isinstance(first, ast.Call) and last_attribute(first) == "parameters"):
-            continue
         model = owner_of(first)
-        scope = facts.syntax.scope_of[call]
-        if facts.mentions("param_groups"):
-            continue  # it is given the new parameters by hand
         later = [
-            shard
+            shard.lineno
             for shard in shards
             if ast.unparse(shard.args[0]) == model
-            and facts.syntax.scope_of[shard] is scope
+            and facts.syntax.scope_of[shard] is facts.syntax.scope_of[call]
             and shard.lineno > call.lineno
         ]
         if later:
-            message = f"it holds what {model} was before fully_shard() at line {later[0].lineno}"
+            message = f"it holds what {model} was before fully_shard() at line {later[0]}"
             yield facts.finding("HT211", call, message)
 
 
@@ -271,18 +233,16 @@ def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
         name = holder.optional_vars if isinstance(holder, ast.withitem) else None
         if not isinstance(name, ast.Name) or not given(keyword(call, "schedule")):
             continue
+        names = facts.syntax.scope_of[call].of(ast.Name)
         uses = [
-            one
-            for one in facts.syntax.scope_of[call].of(ast.Name)
+            facts.syntax.parents[one]
+            for one in names
             if one.id == name.id and isinstance(one.ctx, ast.Load)
         ]
-        elsewhere = [
-            one for one in uses if not isinstance(facts.syntax.parents[one], ast.Attribute)
-        ]
-        stepped = [
-            one for one in uses if facts.syntax.dotted(facts.syntax.parents[one]).endswith(".step")
-        ]
-        if not stepped and not elsewhere:
+        if not any(
+            not isinstance(one, ast.Attribute) or facts.syntax.dotted(one).endswith(".step")
+            for one in uses
+        ):
             yield facts.finding("HT518", call, f"{name.id}.step() is never called")
 
 
@@ -292,32 +252,23 @@ def _no_sync(facts: ProgramFacts) -> Iterator[LintFinding]:
         return
     if facts.mentions("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"):
         return
-    for call in facts.syntax.calls:
-        if not is_backward(call):
-            continue
+    for call in facts.syntax.methods("backward"):
         loop = inside_loop(facts.syntax, call)
         for node in ast.walk(loop) if loop is not None else ():
-            if isinstance(node, ast.If) and _is_each_nth(node.test) and _steps_in(node):
-                yield facts.finding(
-                    "HT515",
-                    call,
-                    f"every backward() reduces, and line {node.lineno} steps now and then",
-                )
+            if not isinstance(node, ast.If):
+                continue
+            if not any(isinstance(one, ast.Mod) for one in ast.walk(node.test)):
+                continue
+            inside = [one for part in node.body for one in ast.walk(part)]
+            if any(
+                isinstance(one, ast.Call)
+                and last_attribute(one) == "step"
+                and "opt" in owner_of(one).lower()
+                for one in inside
+            ):
+                message = f"every backward() reduces, and line {node.lineno} steps now and then"
+                yield facts.finding("HT515", call, message)
                 return
-
-
-def _is_each_nth(test: ast.expr) -> bool:
-    return any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(test))
-
-
-def _steps_in(node: ast.If) -> bool:
-    return any(
-        isinstance(one, ast.Call)
-        and last_attribute(one) == "step"
-        and "opt" in owner_of(one).lower()
-        for part in node.body
-        for one in ast.walk(part)
-    )
 
 
 def _bypassed(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -360,9 +311,22 @@ def _behind_module(facts: ProgramFacts, func: ast.expr) -> str:
 def _feeds(facts: ProgramFacts, part: ast.Call, backward: ast.Call, loop: ast.AST) -> bool:
     """Whether a loss is made of what a call gives, by the names in between."""
     for around in facts.syntax.outer(part):
-        if isinstance(around, ast.With) and re.search("no_grad|inference_mode", _heads(around)):
+        heads = around.items if isinstance(around, ast.With) else []
+        if any(re.search("no_grad|inference_mode", ast.unparse(one)) for one in heads):
             return False
-    made = [one for one in ast.walk(loop) if isinstance(one, ast.Assign)]
+    made = [
+        (
+            {
+                one.id
+                for target in node.targets
+                for one in ast.walk(target)
+                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            },
+            node.value,
+        )
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign)
+    ]
     names: set[str] = set()
     parts: list[ast.expr] = [backward]
     for _ in range(5):
@@ -370,14 +334,5 @@ def _feeds(facts: ProgramFacts, part: ast.Call, backward: ast.Call, loop: ast.AS
         if part in seen:
             return True
         names |= {one.id for one in seen if isinstance(one, ast.Name)}
-        parts = [one.value for one in made if names & _stored(one)]
+        parts = [value for targets, value in made if names & targets]
     return False
-
-
-def _heads(node: ast.With) -> str:
-    return " ".join(ast.unparse(item.context_expr) for item in node.items)
-
-
-def _stored(node: ast.Assign) -> set[str]:
-    names = [one for target in node.targets for one in ast.walk(target)]
-    return {one.id for one in names if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}

@@ -1,4 +1,4 @@
-"""Findings as people read them, as SARIF for code hosts and editors, and as notes of a submit.
+"""Findings as people read them, as JSON, and as notes of a submit.
 
 The notes never refuse a submit.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.core.base import VERSION
 from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
 from hpctrain.launch.program import MOST_BYTES, PYTHON_KINDS
@@ -20,14 +18,13 @@ from hpctrain.launch.program import MOST_BYTES, PYTHON_KINDS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.advise.lint.rule import LintFinding, LintRule
+    from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Entry
+    from hpctrain.launch.begins_anew import BeginsAnew
 
-SARIF_VERSION = "2.1.0"
-_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-# Not LEVELS: its module reads all rules, which a submit of the recipe would wait for.
-_SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
+# Not rule.LEVELS: its module reads all rules, which a submit of the recipe would wait for.
+_LEVELS = ("error", "warning", "info")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -37,9 +34,8 @@ def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[st
     With `explained`, its rule's reason and remedy have been shown already.
     """
     rule = finding.rule
-    mends = "  [--fix]" if finding.edits else ""
     place = f"{finding.path}:{finding.line}:{finding.column}" if finding.line else finding.path
-    yield f"{place}  {rule.code} {rule.level}  {finding.message}{mends}", rule.level
+    yield f"{place}  {rule.code} {rule.level}  {finding.message}", rule.level
     if finding.evidence:
         source = _CONTROL.sub(" ", finding.evidence)
         yield f"  {finding.line:>5} | {source}", ""
@@ -50,7 +46,7 @@ def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[st
 
 def summary(findings: Sequence[LintFinding], files: int, hidden: int) -> str:
     """How much was found: the last line."""
-    numbers = {level: sum(one.rule.level == level for one in findings) for level in _SARIF_LEVELS}
+    numbers = {level: sum(one.rule.level == level for one in findings) for level in _LEVELS}
     parts = [
         count(number, level) for level, number in numbers.items() if number and level != "info"
     ]
@@ -67,91 +63,35 @@ def findings_plain(findings: Sequence[LintFinding], files: int) -> dict[str, Any
 
     return {
         "files": files,
-        **{
-            f"{level}s": sum(one.rule.level == level for one in findings) for level in _SARIF_LEVELS
-        },
+        **{f"{level}s": sum(one.rule.level == level for one in findings) for level in _LEVELS},
         "findings": [finding_plain(one) for one in findings],
-    }
-
-
-def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
-    """The findings as one SARIF log."""
-    from hpctrain.advise.lint.rule import RULES
-
-    rules = list(RULES.values())
-    places = {rule.code: number for number, rule in enumerate(rules)}
-    return {
-        "$schema": _SARIF_SCHEMA,
-        "version": SARIF_VERSION,
-        "runs": [
-            {
-                "tool": {
-                    "driver": {
-                        "name": "hpctrain lint",
-                        "version": VERSION,
-                        "rules": [_sarif_rule(rule) for rule in rules],
-                    }
-                },
-                "columnKind": "unicodeCodePoints",
-                "results": [_sarif_result(one, places) for one in findings],
-            }
-        ],
-    }
-
-
-def uri_of(path: str) -> str:
-    """A path as SARIF names it, also one whose bytes are no text."""
-    plain = PurePath(path).as_posix()
-    try:
-        return quote(plain.encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError:  # no name of a file's
-        return quote(plain.encode("utf-8", "replace"))
-
-
-def _sarif_rule(rule: LintRule) -> dict[str, Any]:
-    return {
-        "id": rule.code,
-        "shortDescription": {"text": rule.name},
-        "fullDescription": {"text": rule.why},
-        "help": {"text": f"{rule.remedy} See {rule.anchor}."},
-        "defaultConfiguration": {"level": _SARIF_LEVELS[rule.level]},
-    }
-
-
-def _sarif_result(finding: LintFinding, places: dict[str, int]) -> dict[str, Any]:
-    location: dict[str, Any] = {"artifactLocation": {"uri": uri_of(finding.path)}}
-    if finding.line:
-        location["region"] = {
-            "startLine": finding.line,
-            "startColumn": max(finding.column, 1),
-        }
-        if finding.evidence:
-            location["region"]["snippet"] = {"text": finding.evidence}
-    return {
-        "ruleId": finding.rule.code,
-        "ruleIndex": places[finding.rule.code],
-        "level": _SARIF_LEVELS[finding.rule.level],
-        "message": {"text": f"{finding.message}. {finding.rule.why} {finding.rule.remedy}"},
-        "locations": [{"physicalLocation": location}],
     }
 
 
 MOST_SHOWN = 2
 """Errors that are shown in full."""
-BEGINS_ANEW = "HT608"
-"""Lint's rule on programs that begin anew; here the command line is known, so it is asked too."""
 
 
-def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
-    """Return a few lines on what would hang or go wrong; none if `run.lint` is off.
+class LintedProgram(NamedTuple):
+    """What lint says of the program that is to run."""
+
+    name: str  # its file, as seen from where the command was called
+    findings: list[LintFinding]
+    anew: BeginsAnew | None = None  # where it saves, unless it resumes by itself
+    unread: str = ""  # why it was passed over
+
+
+def lint_program(
+    entry: Entry, settings: Settings, cwd: Path, most_bytes: int | None = None
+) -> LintedProgram:
+    """Lint the Python file that the ranks run, of at most that length.
 
     Args:
-        entry: What the ranks run; read if it is a Python file.
-        settings: With `run.lint`, and the CPUs of a rank.
-        cwd: Where `submit` was called: paths are shown as seen from there.
+        entry: What the ranks run, a file.
+        settings: With the CPUs of a rank, and what is resumed from.
+        cwd: Where the command was called.
+        most_bytes: A longer file is passed over.
     """
-    if not settings.run.lint or entry.kind not in PYTHON_KINDS or not entry.path:
-        return []
     # Of these the shipped recipe and other programs need nothing.
     from hpctrain.advise.lint.check import RuleChoice, check_text
     from hpctrain.advise.lint.folder import LintFolder
@@ -162,17 +102,29 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     try:
         text = read_source(path)
     except NotText as error:
-        return [f"lint has passed over {name}: it {error}"]
-    if len(text) > MOST_BYTES:
-        return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
-    without = RuleChoice(ignore=(BEGINS_ANEW,))
-    folder = LintFolder(path.parent, is_whole=False)
-    cpus = settings.slurm.cpus_per_rank or None
-    notes = _finding_lines(check_text(text, name, without, cpus=cpus, folder=folder), name)
-    if not settings.run.resume_args and not settings.checkpoint.sealed:
-        anew = begins_anew(text, entry.args)
-        notes += [anew.note(name)] if anew else []
-    return notes
+        return LintedProgram(name, [], unread=str(error))
+    if most_bytes is not None and len(text) > most_bytes:
+        return LintedProgram(name, [], unread=f"is long: hpctrain lint {shlex.quote(name)}")
+    resumes = settings.run.resume_args or settings.checkpoint.sealed
+    findings = check_text(
+        text,
+        name,
+        RuleChoice(ignore=("HT608",)),  # the same of any command line; here this one is known
+        cpus=settings.slurm.cpus_per_rank or None,
+        folder=LintFolder(path.parent, is_whole=False),
+    )
+    return LintedProgram(name, findings, None if resumes else begins_anew(text, entry.args))
+
+
+def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
+    """Return a few lines on what would hang or go wrong; none if `run.lint` is off."""
+    if not settings.run.lint or entry.kind not in PYTHON_KINDS or not entry.path:
+        return []
+    linted = lint_program(entry, settings, cwd, MOST_BYTES)
+    if linted.unread:
+        return [f"lint has passed over {linted.name}: it {linted.unread}"]
+    notes = _finding_lines(linted.findings, linted.name)
+    return [*notes, linted.anew.note(linted.name)] if linted.anew else notes
 
 
 def _finding_lines(findings: list[LintFinding], name: str) -> list[str]:

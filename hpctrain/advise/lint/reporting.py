@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.collectives import CollectiveCalls, is_distributed
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.dependence import RANKS, Dependence
-from hpctrain.advise.lint.rule import RULES, LintFinding, SourceEdit
-from hpctrain.advise.lint.syntax import NAMES, LintScope, ProgramSyntax, last_attribute
+from hpctrain.advise.lint.rule import RULES, LintFinding
+from hpctrain.advise.lint.syntax import NAMES, ProgramSyntax, last_attribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from hpctrain.advise.lint.folder import LintFolder, ModuleSummary
 
@@ -38,7 +38,8 @@ class ProgramFacts:
     @cached_property
     def collectives(self) -> CollectiveCalls:
         """Calls that all ranks make together."""
-        return CollectiveCalls(self.syntax, self.folder)
+        imported = self.folder.collective_of if self.folder is not None else None
+        return CollectiveCalls(self.syntax, imported)
 
     @cached_property
     def distributed(self) -> bool:
@@ -51,19 +52,14 @@ class ProgramFacts:
         return any(is_backward(call) for call in self.syntax.calls)
 
     @cached_property
-    def starts_ranks(self) -> bool:
-        """Whether the program itself joins the other ranks."""
-        return any(True for _ in self.syntax.calls_to("init_process_group", "init_distributed"))
-
-    @cached_property
-    def strings(self) -> list[ast.Constant]:
+    def texts(self) -> frozenset[str]:
         """All texts of the program."""
-        return [
-            node
+        return frozenset(
+            node.value
             for scope in self.syntax.scopes
             for node in scope.of(ast.Constant)
             if isinstance(node.value, str)
-        ]
+        )
 
     @cached_property
     def spawns(self) -> bool:
@@ -71,21 +67,9 @@ class ProgramFacts:
         return any(True for _ in self.syntax.calls_to("spawn", "start_processes", "Process"))
 
     @cached_property
-    def on_gpus(self) -> bool:
-        """Whether it brings something to a GPU whatever there is."""
-        return not self.mentions("is_available") and any(
-            not call.args for call in self.syntax.methods("cuda")
-        )
-
-    @cached_property
-    def all_names(self) -> str:
-        """All identifiers in small letters, in one line each."""
-        return "\n".join(sorted(self.words)).lower()
-
-    @cached_property
-    def all_texts(self) -> str:
-        """All texts in small letters, in lines of their own."""
-        return "\n".join(str(one.value) for one in self.strings).lower()
+    def called(self) -> frozenset[str]:
+        """The dotted names of all calls."""
+        return frozenset(self.syntax.dotted(call.func) for call in self.syntax.calls)
 
     def imports_where(self, holds: Callable[[ModuleSummary], bool]) -> bool:
         """Return whether it holds for a module of the folder, imported here or there by `*`."""
@@ -103,10 +87,6 @@ class ProgramFacts:
         """Whether one of these is a name, an attribute or an import of the program."""
         return not self.words.isdisjoint(names)
 
-    def says(self, text: str) -> bool:
-        """Whether this is one of the program's texts, e.g. a variable's name."""
-        return any(node.value == text for node in self.strings)
-
     @cached_property
     def words(self) -> frozenset[str]:
         """Every identifier of the program."""
@@ -123,9 +103,7 @@ class ProgramFacts:
                     words.add(node.arg)
         return frozenset(words)
 
-    def finding(
-        self, code: str, node: ast.AST, message: str, edits: Iterable[SourceEdit] = ()
-    ) -> LintFinding:
+    def finding(self, code: str, node: ast.AST, message: str) -> LintFinding:
         """A finding at a node."""
         line = getattr(node, "lineno", 0)
         text = self.syntax.line(line)
@@ -138,7 +116,6 @@ class ProgramFacts:
             end_line=getattr(node, "end_lineno", None) or line,
             message=message,
             evidence=text.strip(),
-            edits=tuple(edits),
         )
 
 
@@ -192,36 +169,25 @@ def under_rank_test(facts: ProgramFacts, node: ast.AST) -> bool:
         test = around.test if isinstance(around, ast.If | ast.IfExp) else None
         if test is not None and child is not test and facts.dependence.of(test) & RANKS:
             return True
-        for block in blocks_of(around):
-            if child in block and _left_before(facts, block[: block.index(child)]):
-                return True
+        before = [
+            one
+            for block in blocks_of(around)
+            if child in block
+            for one in block[: block.index(child)]
+        ]
+        if any(
+            isinstance(one, ast.If)
+            and isinstance(one.body[-1], ast.Return | ast.Continue | ast.Break)
+            and facts.dependence.of(one.test) & RANKS
+            for one in before
+        ):
+            return True
         child = around
-    scope = facts.syntax.scope_of[node]
-    return _is_for_main(facts.syntax, scope)
-
-
-def _left_before(facts: ProgramFacts, block: list[ast.stmt]) -> bool:
-    return any(
-        isinstance(one, ast.If)
-        and one.body
-        and isinstance(one.body[-1], ast.Return | ast.Continue | ast.Break)
-        and facts.dependence.of(one.test) & RANKS
-        for one in block
-    )
+    return not MAIN_ONLY.isdisjoint(facts.syntax.decorators(facts.syntax.scope_of[node]))
 
 
 MAIN_ONLY = NAMES["main_only"]
 """Decorators that have one process alone run a function."""
-
-
-def _is_for_main(syntax: ProgramSyntax, scope: LintScope) -> bool:
-    if isinstance(scope.node, ast.Module):
-        return False
-    for decorator in scope.node.decorator_list:
-        node = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if syntax.dotted(node).rpartition(".")[2] in MAIN_ONLY:
-            return True
-    return False
 
 
 def for_main_only(facts: ProgramFacts, node: ast.AST) -> bool:

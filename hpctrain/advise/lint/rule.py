@@ -1,4 +1,4 @@
-"""What a rule is, all rules as rules/*.toml has them, what one finds, how the text would be fixed.
+"""What a rule is, all rules as rules/*.toml has them, and what one finds.
 
 HT0 the check itself, HT1 ranks that part, HT2 numbers, HT3 data, HT4 interfaces that torch has left
 behind, HT5 the cluster, HT6 checkpoints, HT7 configurations. docs/check.md has a section for each;
@@ -30,22 +30,11 @@ class LintRule:
     """What comes of it."""
     remedy: str
     """What to write instead."""
-    mends: bool = False
-    """Whether `--fix` may change it."""
 
     @property
     def anchor(self) -> str:
         """Where docs/check.md tells of it."""
         return f"{DOCS}#{self.code.lower()}"
-
-
-@dataclass(frozen=True, order=True)
-class SourceEdit:
-    """A piece of the text, in bytes from its beginning, and what comes in its place."""
-
-    start: int
-    end: int
-    text: str
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,6 @@ class LintFinding:
     message: str
     evidence: str = ""
     """The line of the source."""
-    edits: tuple[SourceEdit, ...] = ()
-    """Edits that fix it for certain."""
 
     @property
     def place(self) -> tuple[str, int, int, str]:
@@ -86,7 +73,6 @@ def finding_plain(finding: LintFinding) -> dict[str, object]:
         "why": rule.why,
         "remedy": rule.remedy,
         "docs": rule.anchor,
-        "fixable": bool(finding.edits),
     }
 
 

@@ -1,21 +1,14 @@
 """A program's text, and its syntax tree with what all rules need: names, functions, calls.
 
-The text is read in the encoding that it names, changed in places, and written back. Names are
-followed through imports to where they come from: `dist.barrier` is `torch.distributed.barrier`
-whatever the program calls the module.
+Names are followed through imports to where they come from: `dist.barrier` is
+`torch.distributed.barrier` whatever the program calls the module.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import io
-import os
 import re
-import shutil
 import sys
-import tempfile
-import tokenize
 import tomllib
 import warnings
 from dataclasses import dataclass, field
@@ -23,12 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.advise.lint.rule import SourceEdit
-from hpctrain.core.base.files import NotText
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 _Node = TypeVar("_Node", bound=ast.AST)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -107,20 +98,6 @@ class ProgramSyntax:
         for scope in self.scopes[1:]:
             self.functions.setdefault(scope.name, []).append(scope)
         self._dotted: dict[ast.AST, str] = {}
-
-    @cached_property
-    def raw(self) -> bytes:
-        """The text in bytes, which `ast` counts columns in."""
-        return self.text.encode()
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """Where each line begins in them, from line 1."""
-        lines = self.raw.replace(b"\r\n", b"\0\n").replace(b"\r", b"\n").split(b"\n")
-        offsets = [0]
-        for line in lines:
-            offsets.append(offsets[-1] + len(line) + 1)
-        return offsets
 
     @cached_property
     def loaders(self) -> frozenset[str]:
@@ -226,6 +203,13 @@ class ProgramSyntax:
         """All calls of a function of this file."""
         return [one for one in self.calls if self.resolve(one, self.scope_of[one]) is scope]
 
+    def decorators(self, scope: LintScope) -> dict[str, ast.expr]:
+        """A function's decorators by their last names."""
+        made = [] if isinstance(scope.node, ast.Module) else scope.node.decorator_list
+        return {
+            last(self.dotted(one.func if isinstance(one, ast.Call) else one)): one for one in made
+        }
+
     def outer(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around one, from the inside, up to its function or module."""
         while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
@@ -249,15 +233,12 @@ class ProgramSyntax:
         """A line of the text, from 1."""
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
-    def code(self, node: ast.AST, most: int = 60) -> str:
-        """A node as its first line has it, shortened for a message."""
-        lineno, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
-        if not lineno or end is None:
-            return ""
-        start = self.offsets[lineno - 1] + getattr(node, "col_offset", 0)
-        stop = self.offsets[end - 1] + getattr(node, "end_col_offset", 0)
-        text = self.raw[start : min(stop, start + 4 * most)].decode(errors="ignore")
-        words = " ".join(text.split())
+    def code(self, node: ast.expr, most: int = 60) -> str:
+        """An expression in one line, shortened for a message."""
+        lines = [one.encode() for one in self.lines[node.lineno - 1 : node.end_lineno]] or [b""]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]  # columns count bytes
+        words = " ".join(b" ".join(lines).decode(errors="ignore").split())
         return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
@@ -318,10 +299,13 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((one.value for one in call.keywords if one.arg == name), None)
 
 
-def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
-    """The value of an argument, wherever it is given; None where it may hide in a star."""
+def argument(call: ast.Call, name: str, position: int | None) -> ast.expr | None:
+    """The value of an argument, wherever it is given; None where it may hide in a star.
+
+    `position` is its place among those without a keyword, None if it has none.
+    """
     named = keyword(call, name)
-    if named is not None or position >= len(call.args):
+    if named is not None or position is None or position >= len(call.args):
         return named
     return None if any(isinstance(one, ast.Starred) for one in call.args) else call.args[position]
 
@@ -339,11 +323,6 @@ def constant(node: ast.AST | None) -> object:
         value = constant(node.operand)
         return -value if isinstance(value, int | float) else None
     return node.value if isinstance(node, ast.Constant) else None
-
-
-def is_true(node: ast.AST | None) -> bool:
-    """Whether it is a literal True."""
-    return constant(node) is True
 
 
 def last_attribute(call: ast.Call) -> str:
@@ -364,80 +343,3 @@ def last(dotted: str) -> str:
 def given(node: ast.AST | None) -> bool:
     """Whether an argument is there and is not a literal None."""
     return node is not None and not (isinstance(node, ast.Constant) and node.value is None)
-
-
-_UTF8 = frozenset({"utf-8", "utf-8-sig"})
-
-
-def write_source(path: Path, text: str) -> None:
-    """Put a fixed text in a file's place, with its permissions; a link stays a link.
-
-    Raises:
-        OSError: it could not be written, in the name of the file, which is as it was.
-        NotText: the file is not in UTF-8, or has changed meanwhile.
-    """
-    place = path.resolve()
-    raw = place.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-    if encoding not in _UTF8:
-        raise NotText(f"is {encoding} text; --fix writes UTF-8 only")
-    descriptor, staged = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode(encoding))
-        shutil.copymode(place, staged)
-        Path(staged).replace(place)
-    except OSError as error:
-        Path(staged).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-# ---- changes: where they go in bytes, and how several are made at once
-
-
-def span(syntax: ProgramSyntax, node: ast.expr | ast.alias) -> tuple[int, int]:
-    """The bytes of a node, from and to."""
-    offsets = syntax.offsets
-    end_line = node.end_lineno or node.lineno
-    start = offsets[node.lineno - 1] + node.col_offset
-    return start, offsets[end_line - 1] + (node.end_col_offset or 0)
-
-
-def replace_node(syntax: ProgramSyntax, node: ast.expr | ast.alias, text: str) -> SourceEdit:
-    """Another text in a node's place."""
-    return SourceEdit(*span(syntax, node), text)
-
-
-def insert_argument(syntax: ProgramSyntax, call: ast.Call, text: str) -> tuple[SourceEdit, ...]:
-    """A new first argument; nothing if the call's bracket is not certain."""
-    raw = syntax.raw
-    place = span(syntax, call.func)[1]
-    if raw[place : place + 1] != b"(":
-        return ()
-    place += 1
-    has_more = bool(call.args or call.keywords)
-    return (SourceEdit(place, place, f"{text}, " if has_more else text),)
-
-
-def apply_edits(text: str, edits: Iterable[SourceEdit]) -> str:
-    """The text with all edits that do not overlap, each once."""
-    raw = text.encode()
-    parts: list[bytes] = []
-    place = 0
-    for edit in sorted(set(edits)):
-        if edit.start < place:
-            continue
-        parts += [raw[place : edit.start], edit.text.encode()]
-        place = edit.end
-    parts.append(raw[place:])
-    return b"".join(parts).decode()
-
-
-def as_diff(before: str, after: str, path: str) -> str:
-    """What changes, as `diff -u` shows it."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )

@@ -33,6 +33,15 @@ def test_the_exit_code_is_submits_else_3_where_a_check_failed(statuses, refusal,
     assert CheckList(lines, refusal=refusal).exit_code == code
 
 
+def test_strict_lets_a_note_fail():
+    notes = CheckList([CheckLine("a", NOTE, "b")])
+
+    assert notes.exit_code == 0
+    notes.strict = True
+    assert notes.exit_code == 3
+    assert CheckList([CheckLine("a", NOT_KNOWN, "b")], strict=True).exit_code == 0
+
+
 def test_a_line_has_its_answer_evidence_and_what_to_do():
     lines = [CheckLine("disk", FAIL, "full", "make room"), CheckLine("preset", OK, "fine", "no")]
 

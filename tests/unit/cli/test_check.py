@@ -136,23 +136,6 @@ def test_notes_of_submit_are_lines(check):
     assert (note["check"], note["status"]) == ("submit", "note")
 
 
-def test_a_pipeline_gets_both_files_also_where_submit_would_refuse(check, runs):
-    check("--ci", "--", "train.py", train=HANGS, code=3)
-
-    log = json.loads((runs.parent / "hpctrain-check.sarif").read_text())
-    assert [one["ruleId"] for one in log["runs"][0]["results"]] == ["HT101"]
-    check("--junit", "a.xml", "--sarif", "b.sarif", "--", "nosuch.py", code=4)
-    assert "script nosuch.py is not there" in (runs.parent / "a.xml").read_text()
-    assert json.loads((runs.parent / "b.sarif").read_text())["runs"][1]["results"]
-
-
-def test_a_file_that_cannot_be_written_is_one_line(runs, capsys):
-    (runs.parent / "train.py").write_text(GOOD)
-
-    assert main(["check", *LOCAL, "--junit", "nosuch/a.xml", "--", "train.py"]) == 1
-    assert capsys.readouterr().err.startswith("hpctrain: error: ")
-
-
 SITE = """
 schema = 1
 name = "juniper"

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from hpctrain.advise.lint.rule import RULES
@@ -17,9 +16,6 @@ from hpctrain.cli.main import main
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
 WARNS = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 HINTS = "import torch\nstate = torch.load('x.pt')\n"
-SCHEMA = json.loads(
-    (Path(__file__).parents[2] / "data" / "sarif-2.1.0-part.schema.json").read_text()
-)
 
 
 @pytest.fixture
@@ -78,19 +74,6 @@ def test_rules_are_chosen_by_the_beginnings_of_their_codes(program, capsys):
     assert "no rule's code begins with HT9" in capsys.readouterr().err
 
 
-def test_diff_shows_and_fix_changes(program, capsys):
-    name = program(WARNS)
-
-    assert main(["lint", name, "--fix", "--diff"]) == 0
-    out = capsys.readouterr().out
-    assert '+scaler = torch.amp.GradScaler("cuda")\n' in out
-    assert Path(name).read_text() == WARNS
-
-    assert main(["lint", name, "--fix"]) == 0
-    assert Path(name).read_text() == 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
-    assert capsys.readouterr().out == "nothing found in 1 file\n"
-
-
 def test_json_has_every_finding(program, capsys):
     assert main(["lint", program(HANGS), "--json"]) == 3
 
@@ -100,38 +83,6 @@ def test_json_has_every_finding(program, capsys):
     assert finding["code"] == "HT101"
     assert (finding["path"], finding["line"], finding["column"]) == ("train.py", 3, 5)
     assert finding["docs"] == "docs/check.md#ht101"
-
-
-def test_sarif_is_what_the_standard_says(program, capsys):
-    name = program(HANGS + WARNS, "a program%.py")
-    program("def f(:", "b.py")
-    program("\0", "c.py")
-
-    assert main(["lint", name, "b.py", "c.py", "--format", "sarif"]) == 3
-
-    value = json.loads(capsys.readouterr().out)
-    jsonschema.validate(value, SCHEMA)
-    (run,) = value["runs"]
-    places = [one["locations"][0]["physicalLocation"] for one in run["results"]]
-    assert [one["ruleId"] for one in run["results"]] == ["HT101", "HT401", "HT001", "HT001"]
-    assert places[0]["artifactLocation"]["uri"] == "a%20program%25.py"
-    rules = run["tool"]["driver"]["rules"]
-    assert [rules[one["ruleIndex"]]["id"] for one in run["results"]] == [
-        one["ruleId"] for one in run["results"]
-    ]
-
-
-def test_a_baseline_lets_what_is_known_pass(program, capsys):
-    name = program(HANGS)
-
-    assert main(["lint", name, "--write-baseline", "lint.json"]) == 0
-    assert capsys.readouterr().out == "lint.json: 1 finding in 1 file is known now\n"
-    assert main(["lint", name, "--baseline", "lint.json"]) == 0
-    program("x = 1\n" + HANGS + "if dist.get_rank() == 1:\n    dist.all_reduce(t)\n")
-    assert main(["lint", name, "--baseline", "lint.json"]) == 3
-    assert "all_reduce" in capsys.readouterr().out
-    assert main(["lint", name, "--baseline", "none.json"]) == 4
-    assert main(["lint", name, "--baseline", name]) == 2
 
 
 def test_editors_give_a_program_at_stdin(program, capsys, monkeypatch):
@@ -144,8 +95,8 @@ def test_editors_give_a_program_at_stdin(program, capsys, monkeypatch):
     assert main(["lint", "--stdin", "--stdin-filename", "src/t.py"]) == 3
     assert capsys.readouterr().out.startswith("src/t.py:3:5  HT101")
     give(WARNS)
-    assert main(["lint", "--stdin", "--fix"]) == 0
-    assert capsys.readouterr().out == 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+    assert main(["lint", "--stdin"]) == 0
+    assert capsys.readouterr().out.startswith("<stdin>:2:10  HT401")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +108,6 @@ def test_editors_give_a_program_at_stdin(program, capsys, monkeypatch):
         (["train.py", "--stdin-filename", "x"], 2, "--stdin-filename is for --stdin; add it."),
         (["--explain", "HT999"], 4, "there is no rule HT999"),
         (["empty"], 4, "no program and no configuration in empty"),
-        (["train.py", "--baseline", "a", "--write-baseline", "b"], 2, "take one"),
     ],
 )
 def test_wrong_usage_is_one_line(program, capsys, argv, code, said):

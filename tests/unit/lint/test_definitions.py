@@ -35,7 +35,7 @@ def test_what_reaches_a_use(text, values, starts):
     names = NameDefinitions(syntax)
     for one in definitions_in(syntax.scopes[0]):
         if isinstance(one.target, ast.Name) and one.target.id == "x":
-            names.add(one)
+            names.all.append(one)
     (call,) = syntax.calls_to("use")
     use = next(one for one in ast.walk(call) if isinstance(one, ast.Name) and one.id == "x")
 

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.advise.lint.files import files_to_check
-from hpctrain.advise.lint.syntax import write_source
+from hpctrain.advise.lint.check import files_to_check
 from hpctrain.core.base.files import NotText, read_source
 from hpctrain.errors import NotFound
 
@@ -51,29 +50,6 @@ def test_what_is_not_there_is_not_found(tmp_path):
         names(tmp_path / "none.py")
 
 
-def test_a_mended_file_keeps_its_permissions_and_its_link(tmp_path):
-    real = tmp_path / "real.py"
-    real.write_bytes(b"\xef\xbb\xbfx = 1\n")
-    real.chmod(0o750)
-    (tmp_path / "link.py").symlink_to(real)
-
-    write_source(tmp_path / "link.py", "x = 2\n")
-
-    assert (tmp_path / "link.py").is_symlink()
-    assert real.read_bytes() == b"\xef\xbb\xbfx = 2\n"
-    assert real.stat().st_mode & 0o777 == 0o750
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "real.py"]
-
-
-def test_a_file_in_another_encoding_is_not_written(tmp_path):
-    path = tmp_path / "x.py"
-    path.write_bytes("# coding: latin-1\nx = 'ä'\n".encode("latin-1"))
-
-    with pytest.raises(NotText, match="UTF-8 only"):
-        write_source(path, "x = 1\n")
-    assert path.read_bytes().endswith(b"'\xe4'\n")
-
-
 def test_a_folder_that_nobody_may_look_into_is_told(tmp_path, monkeypatch):
     (tmp_path / "shut").mkdir()
     (tmp_path / "x.py").write_text("")
@@ -91,19 +67,3 @@ def test_a_folder_that_nobody_may_look_into_is_told(tmp_path, monkeypatch):
 
     assert [path for path, _ in found] == [tmp_path / "x.py"]
     assert heard == [f"{tmp_path / 'shut'} is passed over: Permission denied"]
-
-
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "x.py"
-    path.write_text("x = 1\n")
-
-    def full(*_):
-        raise OSError(28, "No space left on device", "somewhere")
-
-    monkeypatch.setattr("shutil.copymode", full)
-
-    with pytest.raises(OSError, match="No space left") as error:
-        write_source(path, "x = 2\n")
-    assert error.value.filename == str(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["x.py"]
-    assert path.read_text() == "x = 1\n"

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.advise.lint.check import check_text
-from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.check import check_text, files_to_check
 from hpctrain.core.base.files import read_source
 
 ALONE = (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.advise.lint.check import check_text, fixed_text
+from hpctrain.advise.lint.check import check_text
 
 HERE = Path(__file__).parent
 TEXTS = [(HERE / name).read_text() for name in ("planted.txt", "cases.txt")]
@@ -56,7 +56,6 @@ def test_a_program_with_lines_lost_and_doubled_is_read(seed):
     text = "".join(lines)
 
     check_text(text, "program.py")
-    fixed_text(text, "program.py")
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,8 @@
-"""Comments and baselines hide what they name, and nothing else."""
+"""Comments hide what they name, and nothing else."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-
-import pytest
-
-from hpctrain.advise.lint.check import (
-    RuleChoice,
-    baseline_text,
-    beyond_baseline,
-    check_text,
-    ignore_comments,
-    read_baseline,
-)
-from hpctrain.errors import UsageError
+from hpctrain.advise.lint.check import RuleChoice, check_text, ignore_comments
 
 PROGRAM = """\
 import torch.distributed as dist
@@ -68,30 +55,6 @@ def test_a_comment_for_another_rule_is_not_idle_where_that_rule_did_not_look():
 
 def test_words_in_a_string_are_no_comment():
     assert ignore_comments('x = "# hpctrain: ignore HT101"\n') == []
-
-
-def test_a_baseline_knows_findings_wherever_they_move():
-    before = check_text(PROGRAM.format(same="", above="pass"), "program.py")
-    known = read_baseline(baseline_text(before), "lint.json")
-
-    after = check_text("\n\n" + PROGRAM.format(same="", above="pass"), "program.py")
-
-    assert beyond_baseline(after, known) == []
-    assert beyond_baseline(after + after[:1], known) == after[:1]
-    assert beyond_baseline(after, Counter()) == after
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "findings": [{}]}', "[" * 100_000]
-)
-def test_what_is_no_baseline_is_one_line(text):
-    with pytest.raises(UsageError, match=r"^lint\.json is no baseline"):
-        read_baseline(text, "lint.json")
-
-
-def test_a_newer_baseline_is_not_guessed_at():
-    with pytest.raises(UsageError, match="version 2"):
-        read_baseline(json.dumps({"version": 2, "findings": []}), "lint.json")
 
 
 def test_what_is_idle_is_named():

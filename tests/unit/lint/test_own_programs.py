@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.advise.lint.check import check_text
-from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.check import check_text, files_to_check
 from hpctrain.core.base.files import read_source
 
 TOP = Path(__file__).parents[3]

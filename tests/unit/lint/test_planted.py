@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from hpctrain.advise.lint.check import check_text
-from hpctrain.advise.lint.syntax import apply_edits
 
 TEXT = Path(__file__).with_name("planted.txt").read_text()
 PLANTED = {
@@ -43,10 +42,3 @@ def test_nothing_else_is_found_but_what_follows_from_them():
     }
 
     assert {code for code, _ in beside} == {"HT508", "HT604"}
-
-
-def test_edits_of_all_findings_fit_into_the_text():
-    edits = [edit for one in check_text(TEXT, "planted.py") for edit in one.edits]
-
-    assert edits
-    assert 'torch.amp.GradScaler("cuda")' in apply_edits(TEXT, edits)

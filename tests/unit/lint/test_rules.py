@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.advise.lint.check import EVERY_RULE, RuleChoice, check_text
-from hpctrain.advise.lint.patterns import PatternTable, check_patterns, packaged_patterns
+from hpctrain.advise.lint.patterns import check_patterns, packaged_patterns
 from hpctrain.advise.lint.reporting import ProgramFacts
 from hpctrain.advise.lint.rule import PRELUDE, ROWS, RULES, read_rules
 from hpctrain.advise.lint.syntax import ProgramSyntax
@@ -82,7 +82,7 @@ def test_nothing_false_is_called_an_error(case):
 
 def found_by(patterns, text):
     facts = ProgramFacts(ProgramSyntax(PRELUDE + text, "program.py"))
-    return {one.rule.code for one in check_patterns(facts, PatternTable.of(patterns))}
+    return {one.rule.code for one in check_patterns(facts, tuple(patterns))}
 
 
 @pytest.mark.parametrize("number", range(len(PATTERNS)))
@@ -98,7 +98,13 @@ def test_a_pattern_that_is_switched_off_is_missed(number):
 
 def without_a_condition():
     """Each pattern with one of its conditions left out: an argument, a word, a whole list."""
-    nothing = {"mentions": (), "mentions_not": (), "says_not": (), "imports_not": ()}
+    nothing = {
+        "mentions": (),
+        "mentions_not": (),
+        "calls_not": (),
+        "says_not": (),
+        "imports_not": (),
+    }
     nothing |= {"names_not": "", "texts_not": "", "value": None, "by_default": False}
     for number, pattern in enumerate(PATTERNS):
         for key in ("args", "file", "place"):

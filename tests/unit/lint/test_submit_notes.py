@@ -58,7 +58,7 @@ def test_what_cannot_be_read_or_is_long_is_passed_over_with_a_note(notes_on, tmp
     (note,) = notes_on(b"# coding: klingon\n")
     assert note.startswith("lint has passed over train.py: it cannot be read: unknown encoding")
     (note,) = notes_on("#" * (MOST_BYTES + 1))
-    assert note == "lint has passed over train.py, which is long: hpctrain lint train.py"
+    assert note == "lint has passed over train.py: it is long: hpctrain lint train.py"
     gone = Entry(kind="script", path=str(tmp_path / "none.py"))
     (note,) = lint_notes(gone, Settings(), tmp_path)
     assert "none.py: it cannot be read: No such file" in note
