@@ -122,7 +122,9 @@ _RATE = click.FloatRange(min=0, min_open=True)
     metavar="SECONDS",
     help="For building and measuring a model.",
 )
-@click.option("-o", "--output", metavar="DIR", help="Write the plan's files into this folder.")
+@click.option(
+    "-o", "--output", metavar="DIR", help="Write hpctrain.toml and plan.json into this folder."
+)
 @json_option
 def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
     """Choose how to train MODEL on these GPUs: the simplest strategy that fits, and its cost.
@@ -178,18 +180,8 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             *plan.notes,
             *choice.advice(asked, row),
             *elsewhere_notes(asked, rows, row),
-            *_left_out(plan, row, flags),
         ],
     )
-
-
-def _left_out(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
-    """Files that -o does not write, since those who would read them have no such thing."""
-    from hpctrain.advise.strategy.writing import without_equivalent
-
-    if not flags["output"]:
-        return []
-    return [f"no {name}: {why}" for name, why in without_equivalent(plan, row).items()]
 
 
 def _assumed(flags: dict[str, Any]) -> list[str]:
@@ -326,10 +318,8 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
         for line in screen.closing(plan, row):
             click.echo(line)
         if flags["explain"]:
-            from hpctrain.advise.strategy.screen import explained
-
             click.echo()
-            for line in explained(plan.asked, row):
+            for line in screen.explained(plan.asked, row):
                 click.echo(line)
     for note in plan.notes:
         echo_note(note)
@@ -338,23 +328,23 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
 
 
 def _write(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
-    """The plan's files; those of the same names are replaced."""
-    from hpctrain.advise.strategy.writing import files_of
+    """Write the plan's files; those of the same names are replaced."""
+    from hpctrain.advise.strategy.screen import as_plain, hpctrain_toml
 
-    texts = files_of(
-        plan,
-        row,
-        time=flags["time"] or "24:00:00",
-        partition=flags["partition"] or "",
-        precision=flags["precision"],
-    )
+    texts = {
+        "plan.json": json.dumps(as_plain(plan), indent=2) + "\n",
+        "hpctrain.toml": hpctrain_toml(
+            plan,
+            row,
+            time=flags["time"] or "24:00:00",
+            partition=flags["partition"] or "",
+            precision=flags["precision"],
+        ),
+    }
     folder = Path(flags["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        path = folder / name
-        path.write_text(text)
-        if text.startswith("#!"):
-            path.chmod(path.stat().st_mode | 0o111)
+        (folder / name).write_text(text)
     return list(texts)
 
 

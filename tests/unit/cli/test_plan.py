@@ -148,15 +148,6 @@ def test_what_rests_on_a_host_of_unknown_size_is_said(config, capsys):
     assert "each node's own memory has to hold 54 GB of state" in said.out + said.err
 
 
-def test_files_that_others_have_no_words_for_are_said_to_be_missing(config, tmp_path, capsys):
-    command = ["plan", config, *ASKED, "--global-batch", "128", "--strategy", "pp2"]
-    assert main([*command, "-o", str(tmp_path / "out")]) == 0
-
-    said = capsys.readouterr()
-    assert "no accelerate.yaml: accelerate knows no pipelines" in said.out + said.err
-    assert not (tmp_path / "out" / "accelerate.yaml").exists()
-
-
 def test_the_budget_is_told_in_gpu_hours_and_jobs(config, capsys):
     more = ["--steps", "100000", "--time", "1-00:00:00", "--save-gbs", "5"]
     assert main(["plan", config, *ASKED, *more, "--json"]) == 0
@@ -207,10 +198,11 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
     folder = tmp_path / "out" / "plan"
     assert main(["plan", config, *ASKED, "-o", str(folder)]) == 0
 
-    names = {path.name for path in folder.iterdir()}
-    assert {"plan.json", "hpctrain.toml", "launch.sh", "train.sbatch", "accelerate.yaml"} <= names
-    assert f"wrote {folder}" in capsys.readouterr().out
-    assert (folder / "launch.sh").stat().st_mode & 0o100
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "hpctrain.toml"}
+    assert f"wrote {folder}: plan.json hpctrain.toml" in capsys.readouterr().out
+    plan = json.loads((folder / "plan.json").read_text())
+    (row,) = [row for row in plan["rows"] if row["strategy"] == plan["chosen"]]
+    assert row["peak_bytes"] == sum(row["parts"].values())
 
 
 @pytest.mark.parametrize(
