@@ -452,7 +452,7 @@ def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
     named = {row.way.key: row for row in rows}
     if wanted not in named:
         raise UsageError(f"--strategy {wanted}: there is none here; choose from {', '.join(named)}")
-    if not named[wanted].way.is_trained:
+    if named[wanted].way.elsewhere:
         raise UsageError(f"--strategy {wanted} cannot be had: {named[wanted].way.aside}")
     if named[wanted].batch is None:
         raise UsageError(f"--strategy {wanted} cannot be had: {named[wanted].why}")

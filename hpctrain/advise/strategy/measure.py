@@ -120,8 +120,8 @@ def question_of(row: Row) -> dict[str, Any]:
 def _is_measurable(row: Row) -> bool:
     """Whether one step tells it, without values."""
     layout = row.way.layout
-    is_whole = layout.tp == layout.pp == layout.ep == 1 and not layout.quantised
-    is_ours = row.way.is_trained and not layout.kind.startswith("zero")
+    is_whole = layout.tp == layout.pp == layout.ep == 1
+    is_ours = not row.way.elsewhere and not layout.kind.startswith("zero")
     return row.batch is not None and is_whole and is_ours
 
 

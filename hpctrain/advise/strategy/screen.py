@@ -223,7 +223,7 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "ep": layout.ep,
         "offload": layout.offload,
         "lora_rank": layout.lora or None,
-        "trained_by_hpctrain": row.way.is_trained,
+        "trained_by_hpctrain": not row.way.elsewhere,
         "other_engine": row.way.elsewhere or None,
         "memory_fits": row.is_held,
         "may_fit": row.may_fit,
