@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, listed, reason, warning
+from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, listed, warning
 from hpctrain.core.settings.layers import nearest
 
 if TYPE_CHECKING:
@@ -319,14 +319,3 @@ def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, s
     near = nearest(word.lower(), folded)
     meant = renamed.get(word.lower()) or (folded[near[0]] if near else "")
     return f"write {meant}" if meant else f"there are {listed(list(choices))}"
-
-
-def ib_gid(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_IB_GID_INDEX has no effect on InfiniBand links, and is found by itself on RoCE."""
-    if context.kind == "ib":
-        yield warning("NCCL ignores it on InfiniBand links, it is for RoCE; leave it out")
-    elif value != "-1" and not context.older_than((2, 21)):
-        yield reason(
-            "NCCL finds the index by itself since 2.21, and an index that another driver numbers "
-            "otherwise stops training; leave it out, or say why it must stay"
-        )

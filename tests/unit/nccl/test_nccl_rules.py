@@ -239,6 +239,8 @@ DOUBTFUL = [
     ("FI_PROVIDER", "gni", 'hpctrain knows no provider "gni"'),
     ("PYTORCH_ALLOC_CONF", "zero_copy:1", 'hpctrain knows no option "zero_copy"'),
     ("LD_LIBRARY_PATH", "/opt/lib", "takes the place of the libraries that modules"),
+    ("PATH", "/opt/bin", "takes the place of the programs that modules"),
+    ("PYTHONPATH", "/opt/own", "takes the place of the packages that modules"),
     ("SLURM_MPI_TYPE", "pmix", "reaches the ranks only, after srun has read its own"),
 ]
 REASON = [
@@ -341,12 +343,17 @@ TOGETHER = [
         "turns off the only algorithms named",
     ),
     ({"NCCL_P2P_LEVEL": "NVL", "NCCL_P2P_DISABLE": "1"}, ANYWHERE, WARNING, "wins over it"),
-    ({"NCCL_DEBUG_FILE": "/x/%h.%p"}, ANYWHERE, WARNING, "does nothing with no NCCL_DEBUG"),
+    (
+        {"NCCL_DEBUG_FILE": "/x/%h.%p"},
+        ANYWHERE,
+        WARNING,
+        "writes nothing there without NCCL_DEBUG; write",
+    ),
     (
         {"NCCL_DEBUG_SUBSYS": "NET", "NCCL_DEBUG": "WARN"},
         ANYWHERE,
         WARNING,
-        'does nothing with NCCL_DEBUG=WARN; write NCCL_DEBUG = "INFO"',
+        'on NCCL_DEBUG=INFO and more only; write NCCL_DEBUG = "INFO"',
     ),
     ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ANYWHERE, WARNING, 'writes no dump; write "3"'),
     (
@@ -356,6 +363,9 @@ TOGETHER = [
         "leaves out all adapters, those of NCCL_IB_HCA too",
     ),
     ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ANYWHERE, WARNING, "hangs for ever"),
+    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, ANYWHERE, WARNING, "lives on without its"),
+    ({"NCCL_FASTRAK_IFNAME": "enp6s0"}, KIND["ib"], WARNING, "only on gpudirect-tcp; leave"),
+    ({"NCCL_SOCKET_NTHREADS": "4"}, KIND["ib"], WARNING, "only on gpudirect-tcp and tcp"),
     (
         {"TORCH_NCCL_TRACE_BUFFER_SIZE": "100", "TORCH_FR_BUFFER_SIZE": "2000"},
         ANYWHERE,
@@ -403,6 +413,8 @@ def test_what_variables_mean_together_is_told_at_the_first_of_them(env, context,
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "0"}, ANYWHERE),
         ({"FI_EFA_USE_DEVICE_RDMA": "1"}, Context(kind="efa", old_plugin=True)),
         ({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "NET"}, ANYWHERE),
+        ({"NCCL_P2P_LEVEL": "NVL", "NCCL_P2P_DISABLE": "0"}, ANYWHERE),
+        ({"NCCL_IB_DISABLE": "0x0"}, KIND["ib"]),
     ],
 )
 def test_variables_that_go_together_are_left_in_peace(env, context):
@@ -457,6 +469,11 @@ def test_lists_for_functions_are_refused_for_a_nccl_that_cannot_read_them():
 
     assert "that came with 2.24" in messages("NCCL_ALGO", "AllReduce:Tree", ERROR, old)[0]
     assert messages("NCCL_ALGO", "AllReduce:Tree", ERROR, new) == []
+
+
+def test_an_index_that_an_older_nccl_needs_is_left_in_peace():
+    assert messages("NCCL_IB_GID_INDEX", "3", DEBUG, Context(nccl="2.20.5")) == []
+    assert messages("NCCL_IB_GID_INDEX", "-1", DEBUG, Context(nccl="2.27")) == []
 
 
 def test_errors_come_first_and_names_without_problems_are_left_out():
@@ -527,7 +544,9 @@ def test_no_name_is_listed_twice():
     assert len(WORD_ROWS) == len({row["name"] for row in WORD_ROWS})
 
 
-_READ = sorted({*rules._RULES, *RANGES, "NCCL_IB_GID_INDEX", "NCCL_IB_SPLIT_DATA_ON_QPS"})
+ROWS = [*names.TABLE["alone"], *names.TABLE["together"]]
+_NAMED = {one for one in names.NCCL | names.TORCH for row in ROWS if re.fullmatch(row["name"], one)}
+_READ = sorted({*rules._RULES, *RANGES, *_NAMED})
 
 
 @settings(max_examples=150)
@@ -583,3 +602,16 @@ def test_a_beginning_is_told_of_where_the_node_has_an_adapter_that_it_takes_too(
     assert problem.level == WARNING
     assert '"mlx5_1" takes mlx5_10 too; write "=mlx5_1"' in problem.message
     assert check_variable("NCCL_IB_HCA", "mlx5_1", Context(hcas=frozenset({"mlx5_1"}))) == []
+
+
+def test_each_row_has_an_example_above():
+    single = [({name: value}, ANYWHERE) for name, value, _ in BAD + MORE_BAD + DOUBTFUL + REASON]
+    shown = [*single, *((env, context) for env, context, *_ in TOGETHER)]
+
+    missing = [
+        row["message"]
+        for row in ROWS
+        if not any(rules._fits(row, name, env, context) for env, context in shown for name in env)
+    ]
+
+    assert missing == []
