@@ -1,4 +1,4 @@
-"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them."""
+"""Rules for lists: interfaces and adapters, as NCCL and Gloo split them, and torch's allocator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, listed, warning
+from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, warning
 from hpctrain.core.settings.layers import nearest
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ _STEMS = frozenset(LISTS["interface_stems"])
 _NETDEV = re.compile(r"(?:hsn|eth|ib|bond|docker|virbr)\d+|en[opsx]\d\w*|lo|hsn|eth|en|eno|enp|ens")
 _AMBIGUOUS = re.compile(r".*[a-z_][1-9]")
 _MODEL = re.compile(r"mlx[45]")
-
-ALGORITHMS, PROTOCOLS, FUNCTIONS = LISTS["algorithms"], LISTS["protocols"], LISTS["functions"]
-_STRICT_LISTS = (2, 24)
 
 
 @dataclass(frozen=True)
@@ -247,75 +244,3 @@ def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
                 yield warning(
                     f'hpctrain knows no option "{option}", and torch stops at one that it lacks'
                 )
-
-
-def algo(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_ALGO: algorithms that NCCL may choose from, for all functions or each."""
-    old = {"collnet": "CollNetDirect", "nvls_tree": "NVLSTree"}
-    yield from _choices(value, ALGORITHMS, old, context)
-    first = value.partition(";")[0]
-    if ":" in first or first.startswith("^"):
-        return
-    named = {word.lower() for word in first.split(",")}
-    if "ring" not in named and named <= {one.lower() for one in ALGORITHMS}:
-        yield warning(
-            "since 2.24 Ring is not taken by itself where no named algorithm can do a function "
-            f'(Tree does all-reduce only), and training stops there; write "{first},Ring"'
-        )
-
-
-def proto(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_PROTO: protocols that NCCL may choose from, for all functions or each."""
-    yield from _choices(value, PROTOCOLS, {}, context)
-    for part in value.split(";"):
-        words = part.rpartition(":")[2]
-        if not words.startswith("^") and "ll128" in words.lower().split(","):
-            yield warning(
-                "forces LL128 where NCCL would not choose it, and on hardware that cannot do it "
-                'data come out wrong; leave it out, or write "^LL128" to do without it'
-            )
-
-
-def _choices(
-    value: str, choices: Sequence[str], renamed: dict[str, str], context: Context
-) -> Iterator[Problem]:
-    """The grammar that NCCL_ALGO and NCCL_PROTO share: `a,b;function:^c`."""
-    known_words = {word.lower() for word in choices}
-    functions = {word.lower() for word in FUNCTIONS}
-    parts = value.split(";")
-    if context.older_than(_STRICT_LISTS) and (":" in value or len(parts) > 1):
-        yield error(
-            f"NCCL {context.nccl} knows no functions here and ignores what it cannot read; that "
-            'came with 2.24: write one list, e.g. "Ring,Tree"'
-        )
-        return
-    for index, part in enumerate(parts):
-        function, colon, words = part.rpartition(":")
-        if colon and function.lower() not in functions:
-            yield error(
-                f'NCCL stops at "{function}", which is no function; there are '
-                f"{', '.join(FUNCTIONS)}"
-            )
-        if index and not colon:
-            yield error(
-                f'NCCL stops at "{part}": every part but the first must name its function; write '
-                f'e.g. "AllReduce:{part}"'
-            )
-        for word in words.removeprefix("^").split(","):
-            if word.lower() not in known_words:
-                what = _instead(word, value, choices, renamed)
-                yield error(f'NCCL stops at "{word}" since 2.24 and ignored it before; {what}')
-
-
-def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, str]) -> str:
-    """What to write instead of a word that NCCL does not know."""
-    folded = {one.lower(): one for one in choices}
-    if not word:
-        return "that is an empty word: take the comma away"
-    if word.startswith("^"):
-        return f'^ stands once, before the whole list: write "^{value.replace("^", "")}"'
-    if word.strip().lower() in folded:
-        return f'the blank is part of the word: write "{"".join(value.split())}"'
-    near = nearest(word.lower(), folded)
-    meant = renamed.get(word.lower()) or (folded[near[0]] if near else "")
-    return f"write {meant}" if meant else f"there are {listed(list(choices))}"

@@ -58,7 +58,7 @@ _PART = re.compile(r"\{(\w+)\}")
 def _by_rows(rows: Sequence[Mapping[str, Any]], env: Env, context: Context) -> Found:
     """Yield what rows of variables.toml say."""
     for name, value in env.items():
-        parts = {**env, "value": value, "kind": context.kind}
+        parts = {**env, "value": value, "kind": context.kind, "nccl": context.nccl}
         for row in rows:
             if _fits(row, name, env, context):
                 pieces = _PART.split(row["message"])  # every second one is a part's name
@@ -75,6 +75,7 @@ def _fits(row: Mapping[str, Any], name: str, env: Env, context: Context) -> bool
         and row.get("multi_node", context.multi_node) is context.multi_node
         and row.get("old_plugin", context.old_plugin) is context.old_plugin
         and not context.older_than(as_version(row.get("since", "")))
+        and ("before" not in row or context.older_than(as_version(row["before"])))
         and all(other in env and _is(env[other], wanted) for other, wanted in beside.items())
         and not any(other in env and _is(env[other], unfit) for other, unfit in unless.items())
     )
@@ -196,9 +197,7 @@ PAIR_RULES: tuple[PairRule, ...] = (rendezvous, provider, counts, patience, addr
 
 _RULES: dict[str, Rule] = values.RULES | {
     "GLOO_SOCKET_IFNAME": lists.gloo_ifname,
-    "NCCL_ALGO": lists.algo,
     "NCCL_IB_HCA": lists.ib_hca,
-    "NCCL_PROTO": lists.proto,
     "NCCL_SOCKET_IFNAME": lists.socket_ifname,
     "PYTORCH_ALLOC_CONF": lists.alloc_conf,
     "PYTORCH_CUDA_ALLOC_CONF": lists.alloc_conf,

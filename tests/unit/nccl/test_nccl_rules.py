@@ -119,7 +119,7 @@ BAD = [
     ("NCCL_IB_TIMEOUT", "120", r"no meaning for 120 \(it is an exponent, not seconds.*1 to 31"),
     ("NCCL_NET_GDR_LEVEL", "phb", 'compares upper case letter by letter.*write "PHB"'),
     ("NCCL_NET", "'AWS Libfabric'", "the quotes are part of the value.*write AWS Libfabric"),
-    ("NCCL_ALGO", "Rings", 'stops at "Rings" since 2.24 and ignored it before; write Ring'),
+    ("NCCL_ALGO", "Rings", "stops at it since 2.24, and ignored it before; write Ring"),
     ("GLOO_SOCKET_IFNAME", "=ib0", 'looks for an interface named "=ib0" and stops.*write "ib0"'),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "4", "torch has no meaning for 4; write 0, 1, 2 or 3"),
 ]
@@ -164,13 +164,13 @@ MORE_BAD = [
     ("NCCL_NET", " OFI", 'the blank around it is part of the value; write "OFI"'),
     ("NCCL_NET_PLUGIN", "IB", "looks for a library libnccl-net-IB.so; a network is chosen by"),
     ("NCCL_NET_GDR_LEVEL", "PCI", "ignores it without a message.*write LOC, PIX, PXB, PHB or SYS"),
-    ("NCCL_ALGO", "Ring,^Tree", '\\^ stands once, before the whole list: write "\\^Ring,Tree"'),
-    ("NCCL_ALGO", "Ring, Tree", 'the blank is part of the word: write "Ring,Tree"'),
-    ("NCCL_ALGO", "Ring,", "that is an empty word: take the comma away"),
-    ("NCCL_ALGO", "Collnet", "write CollNetDirect"),
-    ("NCCL_ALGO", "alltoall:Ring", 'stops at "alltoall", which is no function; there are'),
-    ("NCCL_ALGO", "Ring;Tree", "every part but the first must name its function"),
-    ("NCCL_PROTO", "LL64", "NCCL stops at .LL64."),
+    ("NCCL_ALGO", "Ring,^Tree", "stops at it since 2.24.*after one \\^ to leave them out"),
+    ("NCCL_ALGO", "Ring, Tree", "stops at it since 2.24.*without blanks"),
+    ("NCCL_ALGO", "Ring,", "stops at it since 2.24"),
+    ("NCCL_ALGO", "Collnet", "write .*CollNetDirect"),
+    ("NCCL_ALGO", "alltoall:Ring", "more lists after ; begin with Broadcast"),
+    ("NCCL_ALGO", "Ring;Tree", "more lists after ; begin with Broadcast"),
+    ("NCCL_PROTO", "LL64", "NCCL stops at it .*; write LL, LL128 or Simple"),
     ("NCCL_DEBUG", "DEBUG", "ignores the value without a message; write VERSION, WARN"),
     ("NCCL_DEBUG_SUBSYS", "INIT,NETWORK", 'does not know the subsystem "NETWORK"'),
     ("NCCL_DEBUG_FILE", "/scratch/nccl.log", r'overwrite each other.*write "/scratch/nccl.log.%h'),
@@ -229,7 +229,7 @@ DOUBTFUL = [
     ("NCCL_NET_GDR_LEVEL", "NVB", "NCCL's own and not in its guide; write one of LOC"),
     ("NCCL_NET_GDR_LEVEL", "9", 'write "SYS"'),
     ("NCCL_SOCKET_IFNAME", "eth0,,eth1", 'has an empty entry; write "eth0,eth1"'),
-    ("NCCL_ALGO", "Tree", 'Ring is not taken by itself.*write "Tree,Ring"'),
+    ("NCCL_ALGO", "Tree", 'Ring is not taken by itself.*e.g. "Tree,Ring"'),
     ("NCCL_PROTO", "LL128", "data come out wrong"),
     ("NCCL_SET_THREAD_NAME", "true", 'knows words here since 2.30 and reads 0 before; write "1"'),
     ("NCCL_DEBUG_FILE", "/scratch/nccl.%p", "processes of two nodes can have the same number"),
@@ -469,6 +469,10 @@ def test_lists_for_functions_are_refused_for_a_nccl_that_cannot_read_them():
 
     assert "that came with 2.24" in messages("NCCL_ALGO", "AllReduce:Tree", ERROR, old)[0]
     assert messages("NCCL_ALGO", "AllReduce:Tree", ERROR, new) == []
+    for value in ("Simple,LL128", "AllReduce:LL128", "Simple;Reduce:ll128,LL"):
+        assert "data come out wrong" in messages("NCCL_PROTO", value, WARNING)[0]
+    for value in ("^LL128", "Simple;AllReduce:^LL,LL128", "AllReduce:^LL128", "LL;Reduce:Simple"):
+        assert messages("NCCL_PROTO", value, WARNING) + messages("NCCL_PROTO", value, ERROR) == []
 
 
 def test_an_index_that_an_older_nccl_needs_is_left_in_peace():
@@ -606,6 +610,7 @@ def test_a_beginning_is_told_of_where_the_node_has_an_adapter_that_it_takes_too(
 
 def test_each_row_has_an_example_above():
     single = [({name: value}, ANYWHERE) for name, value, _ in BAD + MORE_BAD + DOUBTFUL + REASON]
+    single += [({"NCCL_ALGO": "AllReduce:Tree"}, Context(nccl="2.23.4"))]
     shown = [*single, *((env, context) for env, context, *_ in TOGETHER)]
 
     missing = [
