@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpctrain.advise.strategy.choice import PlanRequest, Row, StrategyPlan
-    from hpctrain.advise.strategy.measure import ModelSource
+    from hpctrain.advise.strategy.facts import ModelFacts
     from hpctrain.cluster.site.schema import Partition, Site
 
     Facts = Mapping[str, Any]
@@ -31,7 +31,7 @@ Examples:
   hpctrain plan config.json --nodes 4 --gpus-per-node 8 --gpu h100-sxm --seq 4096 --global-batch 64
   hpctrain plan ./Llama-7B --site juniper --partition gpu --nodes 2 --compare
   hpctrain plan config.json --gpu a100-sxm-40gb --gpus-per-node 4 --explain memory
-  hpctrain plan mymodel:build --gpu-mem 24 --gpus-per-node 4 --measure
+  hpctrain plan config.json --gpu-mem 24 --gpus-per-node 4 --measure
   hpctrain plan --params 7B --layers 32 --hidden 4096 --heads 32 --vocab 32000 --gpu-mem 80
   hpctrain plan config.json --gpu l40s --gpus-per-node 4 --lora 16
   hpctrain plan config.json --gpu h100-sxm --gpus-per-node 8 --steps 100000 -o plan/
@@ -120,7 +120,7 @@ _RATE = click.FloatRange(min=0, min_open=True)
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="For building and measuring a model.",
+    help="For --measure.",
 )
 @click.option(
     "-o", "--output", metavar="DIR", help="Write hpctrain.toml and plan.json into this folder."
@@ -129,8 +129,8 @@ _RATE = click.FloatRange(min=0, min_open=True)
 def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
     """Choose how to train MODEL on these GPUs: the simplest strategy that fits, and its cost.
 
-    MODEL is a Hugging Face config.json, a folder with one, or module:callable that builds an
-    nn.Module; or leave it out and give numbers. Nothing is submitted, nothing is trained.
+    MODEL is a Hugging Face config.json, or a folder with one; or leave it out and give numbers.
+    Nothing is submitted, nothing is trained.
     Exit code 3 where nothing fits.
     """
     from hpctrain.advise.strategy import choice
@@ -151,15 +151,15 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     from hpctrain.advise.strategy import choice
     from hpctrain.advise.strategy.choice import cost, elsewhere_notes, saving
 
-    source = _model(model, flags)
-    asked, limit_s = _asked(source, flags)
+    facts, config = _model(model, flags)
+    asked, limit_s = _asked(facts, flags)
     rows = choice.rows_of(asked)
     if flags["measure"]:
         from hpctrain.advise.strategy.measure import measured
 
-        if not source.question:
+        if not config:
             raise UsageError("--measure builds a model, and numbers are none: give MODEL")
-        rows = measured(rows, asked, source.question, flags["build_timeout"])
+        rows = measured(rows, asked, config, flags["build_timeout"])
     row = choice.choose(rows, flags["strategy"])
     plan = choice.StrategyPlan(asked, rows, row, notes=_assumed(flags))
     if row is None:
@@ -190,19 +190,20 @@ def _assumed(flags: dict[str, Any]) -> list[str]:
     return []
 
 
-def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
+def _model(model: str | None, flags: dict[str, Any]) -> tuple[ModelFacts, dict[str, Any]]:
+    """Return a model's sizes, and the values of its config.json; of numbers there are none."""
     from hpctrain.advise.strategy.facts import count_of, of_numbers
-    from hpctrain.advise.strategy.measure import ModelSource, read_model
+    from hpctrain.advise.strategy.measure import read_model
 
     given = [name for name in NUMBERS if flags[name] is not None]
     if model is not None:
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} goes without MODEL, which says it")
-        return read_model(model, flags["build_timeout"])
+        return read_model(model)
     missing = [f"--{name}" for name in NEEDED if flags[name] is None]
     if missing:
         raise UsageError(
-            f"give MODEL (a config.json, its folder, or module:callable), or numbers: "
+            f"give MODEL (a config.json, or its folder), or numbers: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         )
     facts = of_numbers(
@@ -215,10 +216,10 @@ def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
         inner=flags["inner"] or 0,
         kv_heads=flags["kv_heads"] or 0,
     )
-    return ModelSource("numbers", {}, facts)
+    return facts, {}
 
 
-def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
+def _asked(facts: ModelFacts, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
     from hpctrain.advise.strategy.activations import FP32
     from hpctrain.advise.strategy.choice import PlanRequest
     from hpctrain.advise.strategy.hardware import gpu_of
@@ -237,7 +238,7 @@ def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, flo
     limit_s = seconds(limit) if limit else None
     _require_time(flags["time"], limit_s)
     asked = PlanRequest(
-        model=source.facts,
+        model=facts,
         cluster=cluster,
         gpu=gpu,
         links=_links(flags, gpu.link, site, gpus),
