@@ -1,4 +1,4 @@
-"""Rules for numbers, switches, words, levels and names of networks, as readers parse them.
+"""Rules for numbers, switches, words, levels and addresses, as their readers parse them.
 
 NCCL reads a number with C's strtoll in base 0 and keeps what it got: `true` is 0, `010` is 8,
 `1abc` is 1, all without a word. torch reads decimal numbers and its own words for yes and no, and
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.nccl.names import (
-    LISTS,
     NCCL,
     TABLE,
     TORCH,
@@ -198,12 +197,9 @@ def fi_number(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 FAMILIES = {"AF_INET": "ipv4", "AF_INET6": "ipv6"}
-_SUBSYSTEMS = frozenset(LISTS["debug_subsystems"])
 _LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
 _UNDOCUMENTED_LEVELS = ("NVB", "C2C", "P2C", "PXN")
 _NETS = frozenset({"ib", "socket", "gib", "fastrak", "spcx", "libfabric", "aws libfabric", "ofi"})
-_NET_HINTS = {word: meant for meant, words in TABLE["network_hints"].items() for word in words}
-_PROVIDERS = frozenset(LISTS["providers"])
 
 
 @dataclass(frozen=True)
@@ -258,34 +254,6 @@ def level(name: str, value: str, context: Context) -> Iterator[Problem]:
         )
 
 
-def net(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NET: the name of a network, as its module or plugin calls itself."""
-    folded = value.strip().lower()
-    hint = _NET_HINTS.get(folded)
-    if hint:
-        yield error(f'no network calls itself so, and NCCL stops without one; write "{hint}"')
-    elif folded not in _NETS and not folded.startswith(
-        ("ibext", "ucx", "sharp", "gpudirecttcpx", "fastrak")
-    ):
-        yield warning(
-            "NCCL needs a network of exactly this name and stops without one; it has IB and "
-            'Socket, the plugin for libfabric answers to "Libfabric", "AWS Libfabric" and "OFI"'
-        )
-
-
-def subsystems(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_DEBUG_SUBSYS."""
-    for word in value.removeprefix("^").split(","):
-        if word.upper() not in _SUBSYSTEMS:
-            bare = word.strip(" ^").upper()
-            what = (
-                f'write "{bare}" there, and one ^ before the whole list at most'
-                if bare in _SUBSYSTEMS
-                else f"there are {', '.join(sorted(_SUBSYSTEMS))}"
-            )
-            yield error(f'NCCL does not know the subsystem "{word}"; {what}')
-
-
 def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_ADDR_RANGE: a network in CIDR form."""
     try:
@@ -300,23 +268,6 @@ def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
         )
 
 
-def provider(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """FI_PROVIDER: libfabric's providers, the ones to take or, after ^, to leave out."""
-    words = re.split(r"[,;]", value.removeprefix("^"))
-    for word in words:
-        if word.strip().lower() in _PROVIDERS and word != word.strip():
-            bare = "".join(value.split())
-            yield error(f'a blank becomes part of the name; write "{bare}"')
-        elif word.startswith("^"):
-            bare = value.replace("^", "")
-            yield error(f'^ stands once, before the whole list; write "^{bare}"')
-        elif word.lower() not in _PROVIDERS:
-            yield warning(
-                f'hpctrain knows no provider "{word}", and without one libfabric finds no '
-                "network; `fi_info -l` shows what there is (cxi for Slingshot, efa for AWS)"
-            )
-
-
 _FIELDS = ("reader", "otherwise", "exact")
 RULES: dict[str, Rule] = {
     **{
@@ -327,10 +278,7 @@ RULES: dict[str, Rule] = {
         )
         for row in TABLE["words"]
     },
-    "FI_PROVIDER": provider,
-    "NCCL_DEBUG_SUBSYS": subsystems,
     "NCCL_IB_ADDR_RANGE": addr_range,
-    "NCCL_NET": net,
     "NCCL_NET_GDR_LEVEL": level,
     "NCCL_NET_MERGE_LEVEL": level,
     "NCCL_P2P_LEVEL": level,
