@@ -1,4 +1,4 @@
-"""Rules for numbers, switches, words, levels and addresses, as their readers parse them.
+"""Rules for numbers, switches, words and addresses, as their readers parse them.
 
 NCCL reads a number with C's strtoll in base 0 and keeps what it got: `true` is 0, `010` is 8,
 `1abc` is 1, all without a word. torch reads decimal numbers and its own words for yes and no, and
@@ -197,8 +197,6 @@ def fi_number(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 FAMILIES = {"AF_INET": "ipv4", "AF_INET6": "ipv6"}
-_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
-_UNDOCUMENTED_LEVELS = ("NVB", "C2C", "P2C", "PXN")
 _NETS = frozenset({"ib", "socket", "gib", "fastrak", "spcx", "libfabric", "aws libfabric", "ofi"})
 
 
@@ -226,34 +224,6 @@ class Words:
         yield error(f"{self.reader} {self.otherwise}{case}; write {write}")
 
 
-def level(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NET_GDR_LEVEL, NCCL_NET_MERGE_LEVEL, NCCL_P2P_LEVEL: how far apart devices may be."""
-    more = {"NCCL_P2P_LEVEL": ("NVL",), "NCCL_NET_MERGE_LEVEL": ("PORT",)}
-    levels = (*_LEVELS, *more.get(name, ()))
-    if value in levels:
-        return
-    if value in _UNDOCUMENTED_LEVELS or value == "NVL":
-        yield warning(
-            f"this level is NCCL's own and not in its guide; write one of {listed(levels)}"
-        )
-    elif value[:1].isdigit() and value.isascii():
-        digits = re.match(r"\d+", value)
-        read = min(int(digits.group()) if digits else 0, len(_LEVELS) - 1)
-        yield warning(
-            f"is the old numbering, whose meaning NVIDIA does not promise to keep; NCCL reads "
-            f'{_LEVELS[read]} from it: write "{_LEVELS[read]}"'
-        )
-    elif value.strip().upper() in levels:
-        yield error(
-            "NCCL compares upper case letter by letter, ignores this without a message and keeps "
-            f'its default; write "{value.strip().upper()}"'
-        )
-    else:
-        yield error(
-            f"NCCL ignores it without a message and keeps its default; write {listed(levels)}"
-        )
-
-
 def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_ADDR_RANGE: a network in CIDR form."""
     try:
@@ -279,7 +249,4 @@ RULES: dict[str, Rule] = {
         for row in TABLE["words"]
     },
     "NCCL_IB_ADDR_RANGE": addr_range,
-    "NCCL_NET_GDR_LEVEL": level,
-    "NCCL_NET_MERGE_LEVEL": level,
-    "NCCL_P2P_LEVEL": level,
 }
