@@ -459,14 +459,14 @@ def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
     return named[wanted]
 
 
-def require_chosen(plan: StrategyPlan) -> Row:
-    """The chosen row.
+def require_chosen(plan: StrategyPlan) -> None:
+    """Refuse a plan without a chosen row.
 
     Raises:
         ChecksFailed: none fits; with what comes nearest, and with what would fit.
     """
     if plan.chosen is not None:
-        return plan.chosen
+        return
     tried = [row for row in plan.rows if row.peak is not None and not row.way.aside]
     nearest = min(tried, key=lambda row: row.peak.needed if row.peak else 0)
     assert nearest.peak is not None  # noqa: S101 - chosen so

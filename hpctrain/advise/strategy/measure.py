@@ -81,24 +81,21 @@ def ask(model: dict[str, Any], steps: list[dict[str, Any]], timeout_s: float) ->
     return list(said["steps"])
 
 
+_OF_LAYOUT = ("kind", "copies", "recompute", "each_pass", "reshard", "offload", "lora")
+
+
 def question_of(row: Row) -> dict[str, Any]:
     """The step of a row, as `measure_child.Step` takes it."""
     assert row.batch is not None  # noqa: S101 - rows without a batch are not measured
     layout = row.way.layout
     return {
-        "kind": layout.kind,
+        **{name: getattr(layout, name) for name in _OF_LAYOUT},
         "ranks": row.way.ranks,
-        "copies": layout.copies,
         "micro": row.batch.micro,
         "seq": row.batch.seq,
         "passes": row.batch.passes,
-        "recompute": layout.recompute,
         "selective": bool(layout.selective),
-        "each_pass": layout.each_pass,
-        "reshard": layout.reshard,
         "bf16": layout.low != FP32,
-        "offload": layout.offload,
-        "lora": layout.lora,
     }
 
 

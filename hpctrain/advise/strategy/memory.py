@@ -30,11 +30,7 @@ WEIGHTS = "weights"
 COPIES = "16-bit copies"
 GRADIENTS = "gradients"
 MOMENTS = "moments"
-ACTIVATIONS = "activations"
-LOGITS = "logits"
 GATHERED = "gathered units"
-BUFFERS = "buffers"
-UPDATE = "update"
 FRAGMENTED = 0.05
 """Share of what comes and goes in a step that the allocator is allowed beside it, in pieces that
 nothing fits into. Weights and moments stay where they are, without such pieces."""

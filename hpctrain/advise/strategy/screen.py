@@ -205,6 +205,9 @@ def as_plain(plan: StrategyPlan) -> dict[str, Any]:
     }
 
 
+_OF_LAYOUT = ("shards", "copies", "tp", "pp", "ep", "offload", "recompute")
+
+
 def row_as_plain(row: Row) -> dict[str, Any]:
     """One strategy. Memory in bytes, times in seconds; null where something is not known."""
     layout, batch, most, time = row.way.layout, row.batch, row.peak, row.time
@@ -216,18 +219,12 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "micro_batch": batch.micro if batch else None,
         "passes": batch.passes if batch else None,
         "data_ranks": row.way.data_ranks,
-        "shards": layout.shards,
-        "copies": layout.copies,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "ep": layout.ep,
-        "offload": layout.offload,
+        **{name: getattr(layout, name) for name in _OF_LAYOUT},
         "lora_rank": layout.lora or None,
         "trained_by_hpctrain": not row.way.elsewhere,
         "other_engine": row.way.elsewhere or None,
         "memory_fits": row.is_held,
         "may_fit": row.may_fit,
-        "recompute": layout.recompute,
         "selective": layout.selective or None,
         "reduce_each_pass": layout.each_pass,
         "reshard_after_forward": layout.reshard,

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, warning
+from hpctrain.cluster.nccl.names import TABLE, Context, Problem, error, warning
 from hpctrain.core.settings.layers import nearest
 
 if TYPE_CHECKING:
@@ -112,6 +112,9 @@ def _adapter(entry: str, interfaces: InterfaceFilter, context: Context) -> Itera
         )
 
 
+_ALLOCATOR_OPTIONS: list[str] = TABLE["lists"]["allocator_options"].split()
+
+
 def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
     """PYTORCH_ALLOC_CONF: `option:value,...`; torch stops the program at an option it lacks."""
     plain = re.sub(r"\[[^\[\]]*\]", "", value)
@@ -119,9 +122,8 @@ def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
         option, colon, _ = entry.partition(":")
         if not colon:
             yield error(f'torch stops at "{entry}"; write option:value')
-        elif option not in LISTS["allocator_options"]:
-            near = nearest(option, LISTS["allocator_options"], cutoff=0.8)
-            if near:
+        elif option not in _ALLOCATOR_OPTIONS:
+            if near := nearest(option, _ALLOCATOR_OPTIONS, cutoff=0.8):
                 yield error(f'torch stops at "{option}", which is no option; write {near[0]}')
             else:
                 yield warning(

@@ -114,9 +114,6 @@ def listed(words: Sequence[str]) -> str:
 
 TABLE = tomllib.loads(Path(__file__).with_name("variables.toml").read_text("utf-8"))
 """variables.toml, whose comments say what each part is."""
-LISTS: dict[str, tuple[str, ...]] = {
-    key: tuple(text.split()) for key, text in TABLE["lists"].items()
-}
 
 
 def names_of(*keys: str) -> frozenset[str]:

@@ -197,7 +197,6 @@ def fi_number(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 FAMILIES = {"AF_INET": "ipv4", "AF_INET6": "ipv6"}
-_NETS = frozenset({"ib", "socket", "gib", "fastrak", "spcx", "libfabric", "aws libfabric", "ofi"})
 
 
 @dataclass(frozen=True)
