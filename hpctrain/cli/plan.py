@@ -161,7 +161,8 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             raise UsageError("--measure builds a model, and numbers are none: give MODEL")
         rows = measured(rows, asked, config, flags["build_timeout"])
     row = choice.choose(rows, flags["strategy"])
-    plan = choice.StrategyPlan(asked, rows, row, notes=_assumed(flags))
+    assumed = "--global-batch was not given: one sample for each GPU"
+    plan = choice.StrategyPlan(asked, rows, row, notes=[] if flags["global_batch"] else [assumed])
     if row is None:
         return plan
     seconds = row.time.seconds if row.time else None
@@ -182,12 +183,6 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             *elsewhere_notes(asked, rows, row),
         ],
     )
-
-
-def _assumed(flags: dict[str, Any]) -> list[str]:
-    if flags["global_batch"] is None:
-        return ["--global-batch was not given: one sample for each GPU"]
-    return []
 
 
 def _model(model: str | None, flags: dict[str, Any]) -> tuple[ModelFacts, dict[str, Any]]:
@@ -236,7 +231,10 @@ def _asked(facts: ModelFacts, flags: dict[str, Any]) -> tuple[PlanRequest, float
     cluster = Machines(flags["nodes"], gpus, _node_memory(flags["node_mem"], partition))
     limit = flags["time"] or (partition.max_time if partition else "")
     limit_s = seconds(limit) if limit else None
-    _require_time(flags["time"], limit_s)
+    if flags["time"] and not limit_s:
+        raise UsageError(
+            f"--time {flags['time']!r} is no time limit; write e.g. 12:00:00 or 1-00:00:00"
+        )
     asked = PlanRequest(
         model=facts,
         cluster=cluster,
@@ -259,11 +257,6 @@ def _node_memory(given_gb: float | None, partition: Partition | None) -> int | N
     if partition is not None and partition.mem_gib is not None:
         return round(partition.mem_gib * (1 << 30))
     return None
-
-
-def _require_time(given: str | None, limit_s: int | None) -> None:
-    if given and not limit_s:
-        raise UsageError(f"--time {given!r} is no time limit; write e.g. 12:00:00 or 1-00:00:00")
 
 
 def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus: int) -> Any:

@@ -331,7 +331,7 @@ def test_the_quickest_answer_tells_the_time_best(port, nodes):
     pauses = iter([0.4, 0.4])
 
     def clock_of_a_busy_node():
-        time.sleep(next(pauses, 0.0))
+        threading.Event().wait(next(pauses, 0.0))
         return time.time()
 
     def other():
