@@ -230,8 +230,8 @@ def check_environment(env: Mapping[str, str], context: Context) -> dict[str, lis
     """
     by_name = {name: check_variable(name, value, context) for name, value in env.items()}
     pairs = [rule(env, context) for rule in PAIR_RULES]
-    for found in (_by_rows(TABLE["together"], env, context), *pairs):
-        for name, problem in found:
+    for problems_of_rule in (_by_rows(TABLE["together"], env, context), *pairs):
+        for name, problem in problems_of_rule:
             by_name[name].append(of_variable(name, env[name], problem))
     order = (ERROR, WARNING, DEBUG)
     return {
