@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpctrain.advise.strategy.choice import PlanRequest, Row, StrategyPlan
-    from hpctrain.advise.strategy.measure import ModelSource
+    from hpctrain.advise.strategy.facts import ModelFacts
     from hpctrain.cluster.site.schema import Partition, Site
 
     Facts = Mapping[str, Any]
@@ -31,7 +31,7 @@ Examples:
   hpctrain plan config.json --nodes 4 --gpus-per-node 8 --gpu h100-sxm --seq 4096 --global-batch 64
   hpctrain plan ./Llama-7B --site juniper --partition gpu --nodes 2 --compare
   hpctrain plan config.json --gpu a100-sxm-40gb --gpus-per-node 4 --explain memory
-  hpctrain plan mymodel:build --gpu-mem 24 --gpus-per-node 4 --measure
+  hpctrain plan config.json --gpu-mem 24 --gpus-per-node 4 --measure
   hpctrain plan --params 7B --layers 32 --hidden 4096 --heads 32 --vocab 32000 --gpu-mem 80
   hpctrain plan config.json --gpu l40s --gpus-per-node 4 --lora 16
   hpctrain plan config.json --gpu h100-sxm --gpus-per-node 8 --steps 100000 -o plan/
@@ -120,15 +120,17 @@ _RATE = click.FloatRange(min=0, min_open=True)
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="For building and measuring a model.",
+    help="For --measure.",
 )
-@click.option("-o", "--output", metavar="DIR", help="Write the plan's files into this folder.")
+@click.option(
+    "-o", "--output", metavar="DIR", help="Write hpctrain.toml and plan.json into this folder."
+)
 @json_option
 def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
     """Choose how to train MODEL on these GPUs: the simplest strategy that fits, and its cost.
 
-    MODEL is a Hugging Face config.json, a folder with one, or module:callable that builds an
-    nn.Module; or leave it out and give numbers. Nothing is submitted, nothing is trained.
+    MODEL is a Hugging Face config.json, or a folder with one; or leave it out and give numbers.
+    Nothing is submitted, nothing is trained.
     Exit code 3 where nothing fits.
     """
     from hpctrain.advise.strategy import choice
@@ -149,17 +151,18 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     from hpctrain.advise.strategy import choice
     from hpctrain.advise.strategy.choice import cost, elsewhere_notes, saving
 
-    source = _model(model, flags)
-    asked, limit_s = _asked(source, flags)
+    facts, config = _model(model, flags)
+    asked, limit_s = _asked(facts, flags)
     rows = choice.rows_of(asked)
     if flags["measure"]:
         from hpctrain.advise.strategy.measure import measured
 
-        if not source.question:
+        if not config:
             raise UsageError("--measure builds a model, and numbers are none: give MODEL")
-        rows = measured(rows, asked, source.question, flags["build_timeout"])
+        rows = measured(rows, asked, config, flags["build_timeout"])
     row = choice.choose(rows, flags["strategy"])
-    plan = choice.StrategyPlan(asked, rows, row, notes=_assumed(flags))
+    assumed = "--global-batch was not given: one sample for each GPU"
+    plan = choice.StrategyPlan(asked, rows, row, notes=[] if flags["global_batch"] else [assumed])
     if row is None:
         return plan
     seconds = row.time.seconds if row.time else None
@@ -178,39 +181,24 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             *plan.notes,
             *choice.advice(asked, row),
             *elsewhere_notes(asked, rows, row),
-            *_left_out(plan, row, flags),
         ],
     )
 
 
-def _left_out(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
-    """Files that -o does not write, since those who would read them have no such thing."""
-    from hpctrain.advise.strategy.writing import without_equivalent
-
-    if not flags["output"]:
-        return []
-    return [f"no {name}: {why}" for name, why in without_equivalent(plan, row).items()]
-
-
-def _assumed(flags: dict[str, Any]) -> list[str]:
-    if flags["global_batch"] is None:
-        return ["--global-batch was not given: one sample for each GPU"]
-    return []
-
-
-def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
+def _model(model: str | None, flags: dict[str, Any]) -> tuple[ModelFacts, dict[str, Any]]:
+    """Return a model's sizes, and the values of its config.json; of numbers there are none."""
     from hpctrain.advise.strategy.facts import count_of, of_numbers
-    from hpctrain.advise.strategy.measure import ModelSource, read_model
+    from hpctrain.advise.strategy.measure import read_model
 
     given = [name for name in NUMBERS if flags[name] is not None]
     if model is not None:
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} goes without MODEL, which says it")
-        return read_model(model, flags["build_timeout"])
+        return read_model(model)
     missing = [f"--{name}" for name in NEEDED if flags[name] is None]
     if missing:
         raise UsageError(
-            f"give MODEL (a config.json, its folder, or module:callable), or numbers: "
+            f"give MODEL (a config.json, or its folder), or numbers: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         )
     facts = of_numbers(
@@ -223,10 +211,10 @@ def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
         inner=flags["inner"] or 0,
         kv_heads=flags["kv_heads"] or 0,
     )
-    return ModelSource("numbers", {}, facts)
+    return facts, {}
 
 
-def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
+def _asked(facts: ModelFacts, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
     from hpctrain.advise.strategy.activations import FP32
     from hpctrain.advise.strategy.choice import PlanRequest
     from hpctrain.advise.strategy.hardware import gpu_of
@@ -243,9 +231,12 @@ def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, flo
     cluster = Machines(flags["nodes"], gpus, _node_memory(flags["node_mem"], partition))
     limit = flags["time"] or (partition.max_time if partition else "")
     limit_s = seconds(limit) if limit else None
-    _require_time(flags["time"], limit_s)
+    if flags["time"] and not limit_s:
+        raise UsageError(
+            f"--time {flags['time']!r} is no time limit; write e.g. 12:00:00 or 1-00:00:00"
+        )
     asked = PlanRequest(
-        model=source.facts,
+        model=facts,
         cluster=cluster,
         gpu=gpu,
         links=_links(flags, gpu.link, site, gpus),
@@ -266,11 +257,6 @@ def _node_memory(given_gb: float | None, partition: Partition | None) -> int | N
     if partition is not None and partition.mem_gib is not None:
         return round(partition.mem_gib * (1 << 30))
     return None
-
-
-def _require_time(given: str | None, limit_s: int | None) -> None:
-    if given and not limit_s:
-        raise UsageError(f"--time {given!r} is no time limit; write e.g. 12:00:00 or 1-00:00:00")
 
 
 def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus: int) -> Any:
@@ -326,10 +312,8 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
         for line in screen.closing(plan, row):
             click.echo(line)
         if flags["explain"]:
-            from hpctrain.advise.strategy.screen import explained
-
             click.echo()
-            for line in explained(plan.asked, row):
+            for line in screen.explained(plan.asked, row):
                 click.echo(line)
     for note in plan.notes:
         echo_note(note)
@@ -338,23 +322,23 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
 
 
 def _write(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
-    """The plan's files; those of the same names are replaced."""
-    from hpctrain.advise.strategy.writing import files_of
+    """Write the plan's files; those of the same names are replaced."""
+    from hpctrain.advise.strategy.screen import as_plain, hpctrain_toml
 
-    texts = files_of(
-        plan,
-        row,
-        time=flags["time"] or "24:00:00",
-        partition=flags["partition"] or "",
-        precision=flags["precision"],
-    )
+    texts = {
+        "plan.json": json.dumps(as_plain(plan), indent=2) + "\n",
+        "hpctrain.toml": hpctrain_toml(
+            plan,
+            row,
+            time=flags["time"] or "24:00:00",
+            partition=flags["partition"] or "",
+            precision=flags["precision"],
+        ),
+    }
     folder = Path(flags["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        path = folder / name
-        path.write_text(text)
-        if text.startswith("#!"):
-            path.chmod(path.stat().st_mode | 0o111)
+        (folder / name).write_text(text)
     return list(texts)
 
 

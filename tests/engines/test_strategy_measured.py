@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from hpctrain.advise.strategy import measure
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.measure import ask
 from hpctrain.errors import UsageError
@@ -62,9 +63,7 @@ def test_the_device_that_stands_in_has_what_a_cpu_has_but_what_rests_on_the_host
 
 def test_parameters_are_counted_as_the_models_own_code_makes_them():
     names = [name for name in plan_cases.MODELS if name not in {"llama-7B", "llama-405B"}]
-    each = [{"model": {"config": plan_cases.MODELS[name]}} for name in names]
-
-    answers = ask({"model": {}, "each": each}, MOST_S)["each"]
+    answers = plan_cases.child([{"config": plan_cases.MODELS[name]} for name in names], MOST_S)
 
     for name, said in zip(names, answers, strict=True):
         facts = of_config(plan_cases.MODELS[name], name)
@@ -115,7 +114,7 @@ def test_what_stands_in_for_ddp_takes_what_ddp_takes():
 
     config = plan_cases.MODELS["gpt2-124M"] | {"n_layer": 2, "n_embd": 128, "n_head": 4}
     config |= {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
-    build = measure_child.builder({"config": config})
+    build = measure_child.builder(config)
     step = measure_child.Step("ddp", ranks=2, micro=2, seq=64)
     stood_in = measure_child.step(build, step, PeakTracker())
 
@@ -139,65 +138,27 @@ def test_what_stands_in_for_ddp_takes_what_ddp_takes():
     assert passes == pytest.approx(stood_in["passes"], rel=0.02)
 
 
-def _module(folder, text):
-    (folder / "own_model.py").write_text(text)
-
-
-def test_a_strangers_module_is_built_on_no_device(tmp_path, monkeypatch):
-    _module(
-        tmp_path,
-        "import torch\n"
-        "def build():\n"
-        "    assert torch.empty(0).device.type == 'meta'\n"
-        "    print('chatter')\n"
-        "    return torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Linear(8, 100))\n",
-    )
-    monkeypatch.chdir(tmp_path)
-
-    said = ask({"model": {"callable": "own_model:build"}}, MOST_S)
-    step = {"kind": "single", "micro": 2, "seq": 16}
-    measured = ask({"model": {"callable": "own_model:build"}, "steps": [step]}, MOST_S)
-
-    assert said["params"] == 100 * 8 + 8 * 100 + 100
-    assert measured["steps"][0]["error"].startswith("AssertionError"), "made for a step, on a CPU"
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("config", "message"),
     [
-        ("raise RuntimeError('no\\nlicence')", "bad_one:build: RuntimeError: no licence"),
-        ("build = 3", "bad_one:build is int, not a callable"),
-        ("def build():\n    return 3", "it builds a int, not an nn.Module"),
-        ("def build():\n    raise KeyError('size')", "KeyError: 'size'"),
+        ({"model_type": "warp"}, "transformers refuses the config: "),
+        (plan_cases.MODELS["gpt2-124M"] | {"n_layer": "two"}, "transformers refuses the config: "),
     ],
 )
-def test_a_module_that_does_not_build_is_one_line(tmp_path, monkeypatch, text, message):
-    from hpctrain.advise.strategy import measure_child
-
-    (tmp_path / "bad_one.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "bad_one", raising=False)
-
-    with pytest.raises(measure_child.CannotBuild) as caught:
-        measure_child.answer({"model": {"callable": "bad_one:build"}})
-    assert message in str(caught.value)
+def test_a_config_that_does_not_build_is_one_line(config, message):
+    with pytest.raises(UsageError) as caught:
+        ask(config, [], MOST_S)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_ends_its_process_is_one_line(tmp_path, monkeypatch):
-    _module(
-        tmp_path,
-        "import os, sys\nprint('licence server gone', file=sys.stderr, flush=True)\nos._exit(5)",
-    )
-    monkeypatch.chdir(tmp_path)
+def test_a_child_that_ends_or_takes_too_long_is_one_line(monkeypatch):
+    def runs(program):
+        monkeypatch.setattr(measure, "own_program", lambda *_: [sys.executable, "-c", program])
 
-    with pytest.raises(UsageError, match="the process that builds it ended: licence server gone"):
-        ask({"model": {"callable": "own_model:build"}}, MOST_S)
-
-
-def test_a_module_that_takes_too_long_is_ended(tmp_path, monkeypatch):
-    _module(tmp_path, "import threading\nthreading.Event().wait()")
-    monkeypatch.chdir(tmp_path)
-
-    with pytest.raises(UsageError, match="own_model:build: not built within 1 s"):
-        ask({"model": {"callable": "own_model:build"}}, 1.0)
+    runs("import sys; sys.exit('licence server gone')")
+    with pytest.raises(UsageError, match="the process that builds the model ended: licence server"):
+        ask({}, [], MOST_S)
+    runs("import threading; threading.Event().wait()")
+    with pytest.raises(UsageError, match="not built and measured within 1 s; give more with"):
+        ask({}, [], 1.0)

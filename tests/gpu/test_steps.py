@@ -131,7 +131,7 @@ class Planned:
         self.case = ("tiny", {**step, "micro": 1, "seq": 16}) if small else (name, step)
         name, step = self.case
         with world.device:  # a CPU would take seconds to draw the weights
-            model = builder({"config": plan_cases.MODELS[name]})().train()
+            model = builder(plan_cases.MODELS[name])().train()
         settings = EngineSettings(
             kind="fsdp2" if step["kind"] == "fsdp2" else "ddp",
             precision="bf16",

@@ -26,7 +26,7 @@ def mixtral_12m() -> Any:
 
 
 def _with_experts(name: str) -> Any:
-    model: Any = builder({"config": MODELS[name]})()
+    model: Any = builder(MODELS[name])()
     config = model.config
     sizes = (config.hidden_size, config.intermediate_size)
     for block in model.model.layers:

@@ -237,8 +237,8 @@ def measured(cases: list[Case], patience_s: float) -> list[int]:
     groups.append([n for n in range(len(cases)) if n not in alone])
     peaks = dict[int, int]()
     for group in groups:
-        each = [{"model": _source(*cases[n]), "steps": [cases[n][1]]} for n in group]
-        answers = child({"model": {}, "each": each}, patience_s)["each"] if group else []
+        each = [{**_source(*cases[n]), "steps": [cases[n][1]]} for n in group]
+        answers = child(each, patience_s) if group else []
         for number, answer in zip(group, answers, strict=True):
             (step,) = answer["steps"]
             assert "error" not in step, (title(cases[number]), step)
@@ -246,13 +246,13 @@ def measured(cases: list[Case], patience_s: float) -> list[int]:
     return [peaks[number] for number in range(len(cases))]
 
 
-def child(question: dict[str, Any], patience_s: float) -> dict[str, Any]:
-    """Return what `plan_child` answers."""
+def child(questions: list[dict[str, Any]], patience_s: float) -> list[dict[str, Any]]:
+    """Return what `plan_child` answers to each question."""
     with tempfile.TemporaryDirectory(prefix="plan-child-") as folder:
         answer = Path(folder, "answer.json")
         subprocess.run(
             [sys.executable, "-m", "tests.support.plan_child", str(answer)],
-            input=json.dumps(question), text=True, timeout=patience_s, check=True,
+            input=json.dumps(questions), text=True, timeout=patience_s, check=True,
             stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         return json.loads(answer.read_bytes())

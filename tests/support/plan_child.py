@@ -11,8 +11,12 @@ microbatches in flight as its schedule has there.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +25,13 @@ from torch.distributed.pipelining._utils import InferenceMode
 
 from hpctrain.advise.strategy import measure_child
 from hpctrain.advise.strategy.measure_child import STEPS, Ready, Step, adamw
+from hpctrain.advise.strategy.stand_in_device import stand_in
 from hpctrain.core.base.mesh import Mesh
 from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.train.engines import experts
-from hpctrain.train.engines.blocks import recompute_blocks
+from hpctrain.train.engines.blocks import every_block, recompute_blocks
 from hpctrain.train.engines.engine import EngineInputs, Microbatch
 from hpctrain.train.engines.native import shard
 from hpctrain.train.engines.pipeline import Pipeline, cut
@@ -231,5 +236,28 @@ def _even_exchange() -> Iterator[None]:
         own.all_to_all, own.all_to_all_with_gradient = counts, tokens
 
 
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Measure the steps of one model, or count its parameters."""
+    named = question.get("callable", "")
+    module, _, function = named.partition(":")
+    build = getattr(importlib.import_module(module), function) if named else None
+    build = build or measure_child.builder(question["config"])
+    if "steps" in question:
+        return {"steps": measure_child.peaks(build, question["steps"], measure)}
+    with torch.device("meta"):
+        model = build()
+    blocks = [sum(w.numel() for w in block.parameters()) for block in every_block(model)]
+    return {"params": sum(w.numel() for w in model.parameters()), "blocks": blocks}
+
+
+def main() -> None:
+    """Answer stdin's questions into the file that is named first."""
+    questions = json.load(sys.stdin)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if any(step.get("offload") for one in questions for step in one.get("steps", [])):
+        stand_in()
+    Path(sys.argv[1]).write_text(json.dumps([_answer(one) for one in questions]))
+
+
 if __name__ == "__main__":
-    measure_child.main(measure)
+    main()

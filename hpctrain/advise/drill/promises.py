@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.core.base.text import count
 from hpctrain.errors import UsageError
 from hpctrain.ledger.history.lineage import lineage
@@ -269,7 +270,7 @@ def _filled(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> D
     if not failed:
         return DrillVerdict("broken", "a write was refused, and no save was told to have failed")
     step = failed[0].step
-    if any(_step(name) == step for name in on_disk):
+    if any(parse_step(name) == step for name in on_disk):
         return DrillVerdict("broken", f"step {step} is there, though a write of it was refused")
     later = [one.step for one in saves if one.committed and (one.step or 0) > (step or 0)]
     if not later:
@@ -301,12 +302,6 @@ def _fenced(planted: Planted, _: RunHistory, on_disk: frozenset[str]) -> DrillVe
     if not planted.gave_way:
         return DrillVerdict("broken", f"attempt {planted.attempt} was never told that it is fenced")
     return DrillVerdict("kept", f"attempt {planted.attempt} wrote nothing more, and left (fenced)")
-
-
-def _step(name: str) -> int | None:
-    """The step in a checkpoint's name."""
-    digits = name.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else None
 
 
 _JUDGES: dict[str, Callable[[Planted, RunHistory, frozenset[str]], DrillVerdict]] = {

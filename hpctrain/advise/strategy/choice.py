@@ -301,36 +301,29 @@ NAMED = 4
 
 def with_siblings(rows: list[Row]) -> list[Row]:
     """Return the rows; each that is too large names its nearest relative that fits."""
-    by_key = {row.way.key: row for row in rows}
-    return [_with_sibling(row, by_key) for row in rows]
-
-
-def _with_sibling(row: Row, by_key: dict[str, Row]) -> Row:
-    if row.peak is None or row.is_held or row.way.aside or row.host:
-        return row
-    for name in SIBLINGS:
-        other = by_key.get(f"{row.way.key}+{name}")
-        if other is not None and other.is_held:
+    held = {row.way.key: row for row in rows if row.is_held}
+    named = []
+    for row in rows:
+        near = next((name for name in SIBLINGS if f"{row.way.key}+{name}" in held), "")
+        if near and not (row.peak is None or row.is_held or row.way.aside or row.host):
+            other = held[f"{row.way.key}+{near}"]
             whose = ", with another engine" if other.way.elsewhere else ""
-            return replace(row, why=f"{row.why}; fits with {name}{whose}")
-    return row
+            row = replace(row, why=f"{row.why}; fits with {near}{whose}")  # noqa: PLW2901
+        named.append(row)
+    return named
 
 
 def remedies(asked: PlanRequest, rows: list[Row]) -> list[str]:
     """Return what makes a set-up fit for which no row of hpctrain's does; in a line each."""
-    lines = [*_smaller_pass(asked), *_more_nodes(asked)]
+    lines = []
+    if asked.micro > 1 and (title := _taken(replace(asked, micro=1))):
+        lines.append(f"--micro-batch 1: {title}")
+    lines += _more_nodes(asked)
     for row in rows:
         if row.is_held and row.peak is not None and (row.way.elsewhere or row.way.layout.lora):
             needed = row.peak.needed / 1e9
             lines.append(f"{row.way.title}: {needed:.1f} GB ({row.way.aside or row.way.key})")
     return [*lines, *_larger_gpu(asked, rows)]
-
-
-def _smaller_pass(asked: PlanRequest) -> list[str]:
-    if asked.micro <= 1:
-        return []
-    title = _taken(replace(asked, micro=1))
-    return [f"--micro-batch 1: {title}"] if title else []
 
 
 def _more_nodes(asked: PlanRequest) -> list[str]:
@@ -452,21 +445,21 @@ def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
     named = {row.way.key: row for row in rows}
     if wanted not in named:
         raise UsageError(f"--strategy {wanted}: there is none here; choose from {', '.join(named)}")
-    if not named[wanted].way.is_trained:
+    if named[wanted].way.elsewhere:
         raise UsageError(f"--strategy {wanted} cannot be had: {named[wanted].way.aside}")
     if named[wanted].batch is None:
         raise UsageError(f"--strategy {wanted} cannot be had: {named[wanted].why}")
     return named[wanted]
 
 
-def require_chosen(plan: StrategyPlan) -> Row:
-    """The chosen row.
+def require_chosen(plan: StrategyPlan) -> None:
+    """Refuse a plan without a chosen row.
 
     Raises:
         ChecksFailed: none fits; with what comes nearest, and with what would fit.
     """
     if plan.chosen is not None:
-        return plan.chosen
+        return
     tried = [row for row in plan.rows if row.peak is not None and not row.way.aside]
     nearest = min(tried, key=lambda row: row.peak.needed if row.peak else 0)
     assert nearest.peak is not None  # noqa: S101 - chosen so

@@ -270,20 +270,3 @@ def of_numbers(
 
 
 MOST_MILLIONS = 10_000_000
-
-
-def of_description(said: Mapping[str, Any], where: str) -> ModelFacts:
-    """What a child has counted in a model that it built, where its config tells the layout.
-
-    Raises:
-        UsageError: it has none, or one whose layout is not known.
-    """
-    config = said.get("config") or {}
-    if not config:
-        raise UsageError(
-            f"{where} builds a {said['class']} of {said['params']:,} parameters, whose activations "
-            "no formula here knows; for a Transformer of its size leave MODEL out, and give "
-            "--params, --layers, --hidden, --heads, --vocab and --family"
-        )
-    facts = of_config(config, where)
-    return replace(facts, name=where)

@@ -1,4 +1,4 @@
-"""The child with torch that reads a model for `hpctrain plan`, and with --measure counts peaks.
+"""Read a model for `hpctrain plan`; with --measure, a child with torch counts its peaks.
 
 tests/unit/strategy/test_reading.py and tests/engines/test_strategy_measured.py hold it.
 """
@@ -6,57 +6,42 @@ tests/unit/strategy/test_reading.py and tests/engines/test_strategy_measured.py 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32
 from hpctrain.advise.strategy.choice import PlanRequest, Row, excess, gigabytes, on_host
-from hpctrain.advise.strategy.facts import ModelFacts, of_config, of_description
+from hpctrain.advise.strategy.facts import ModelFacts, of_config
 from hpctrain.core.base.process import own_program
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 MOST_BYTES = 4 << 20
 """A config.json that is larger is none."""
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """A model as the child builds it: as the user wrote it, the child's question, its sizes."""
-
-    where: str
-    question: dict[str, Any]
-    facts: ModelFacts
-
-
-def read_model(text: str, timeout_s: float) -> ModelSource:
-    """Return what MODEL means; a child that builds a model may take `timeout_s`.
+def read_model(text: str) -> tuple[ModelFacts, dict[str, Any]]:
+    """Return a model's sizes, and the values of its config.json: MODEL is the file or its folder.
 
     Raises:
         NotFound: there is no such file.
         UsageError: it says no model.
     """
     path = Path(text)
-    if not path.exists() and CALLABLE.fullmatch(text):
-        question = {"callable": text}
-        said = ask({"model": question}, timeout_s)
-        return ModelSource(text, question, of_description(said, text))
     file = path / "config.json" if path.is_dir() else path
     values = _config(file, text)
-    return ModelSource(str(file), {"config": values}, of_config(values, str(file)))
+    return of_config(values, str(file)), values
 
 
 def _config(file: Path, text: str) -> dict[str, Any]:
     if not file.is_file():
         hint = "no config.json lies there" if Path(text).is_dir() else "there is no such file"
-        raise NotFound(f"{text}: {hint}; MODEL is a config.json, its folder, or module:callable")
+        raise NotFound(f"{text}: {hint}; MODEL is a config.json, or its folder")
     if file.stat().st_size > MOST_BYTES:
         raise UsageError(f"{file}: too large for a config.json ({file.stat().st_size:,} bytes)")
     try:
@@ -68,32 +53,35 @@ def _config(file: Path, text: str) -> dict[str, Any]:
     return values
 
 
-def ask(question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """What a child with torch says of a model.
+def ask(model: dict[str, Any], steps: list[dict[str, Any]], timeout_s: float) -> list[Any]:
+    """Return what a child with torch measures of steps of the model of a config.json.
 
     Raises:
         UsageError: the model does not build or train, it took too long, or there is no torch.
     """
-    named = question["model"].get("callable", "the config")
     with tempfile.TemporaryDirectory(prefix="hpctrain-plan-") as folder:
         answer = Path(folder, "answer.json")
         command = own_program("hpctrain.advise.strategy.measure_child", str(answer))
         try:
             done = subprocess.run(
-                command, input=json.dumps(question), text=True, timeout=timeout_s,
-                capture_output=True, check=False,
+                command, input=json.dumps({"model": model, "steps": steps}), text=True,
+                timeout=timeout_s, capture_output=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise UsageError(
-                f"{named}: not built within {timeout_s:g} s; give more with --build-timeout"
+                f"the model was not built and measured within {timeout_s:g} s; give more with "
+                "--build-timeout"
             ) from None
         if not answer.exists():
             last = (done.stderr.strip() or "it said nothing").splitlines()[-1][:300]
-            raise UsageError(f"{named}: the process that builds it ended: {last}")
+            raise UsageError(f"the process that builds the model ended: {last}")
         said: dict[str, Any] = json.loads(answer.read_bytes())
     if "cannot" in said:
         raise UsageError(said["cannot"])
-    return said
+    return list(said["steps"])
+
+
+_OF_LAYOUT = ("kind", "copies", "recompute", "each_pass", "reshard", "offload", "lora")
 
 
 def question_of(row: Row) -> dict[str, Any]:
@@ -101,27 +89,21 @@ def question_of(row: Row) -> dict[str, Any]:
     assert row.batch is not None  # noqa: S101 - rows without a batch are not measured
     layout = row.way.layout
     return {
-        "kind": layout.kind,
+        **{name: getattr(layout, name) for name in _OF_LAYOUT},
         "ranks": row.way.ranks,
-        "copies": layout.copies,
         "micro": row.batch.micro,
         "seq": row.batch.seq,
         "passes": row.batch.passes,
-        "recompute": layout.recompute,
         "selective": bool(layout.selective),
-        "each_pass": layout.each_pass,
-        "reshard": layout.reshard,
         "bf16": layout.low != FP32,
-        "offload": layout.offload,
-        "lora": layout.lora,
     }
 
 
 def _is_measurable(row: Row) -> bool:
     """Whether one step tells it, without values."""
     layout = row.way.layout
-    is_whole = layout.tp == layout.pp == layout.ep == 1 and not layout.quantised
-    is_ours = row.way.is_trained and not layout.kind.startswith("zero")
+    is_whole = layout.tp == layout.pp == layout.ep == 1
+    is_ours = not row.way.elsewhere and not layout.kind.startswith("zero")
     return row.batch is not None and is_whole and is_ours
 
 
@@ -130,12 +112,14 @@ def measured(
 ) -> list[Row]:
     """The same rows with the exact peak of their tensors, where that can be had.
 
+    `model` has the values of its config.json.
+
     Raises:
         UsageError: the model does not build, or takes too long.
     """
     chosen = [row for row in rows if _is_measurable(row)]
-    said = ask({"model": model, "steps": [question_of(row) for row in chosen]}, timeout_s)
-    answers = {id(row): answer for row, answer in zip(chosen, said["steps"], strict=True)}
+    said = ask(model, [question_of(row) for row in chosen], timeout_s)
+    answers = {id(row): answer for row, answer in zip(chosen, said, strict=True)}
     return [_with(row, answers.get(id(row)), asked) for row in rows]
 
 

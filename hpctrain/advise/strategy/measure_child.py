@@ -13,7 +13,6 @@ layouts whose rows keep their formulas.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -37,12 +36,12 @@ from hpctrain.advise.strategy.stand_in_device import (
 )
 from hpctrain.core.base.mesh import Mesh
 from hpctrain.core.settings.schema import EngineSettings
-from hpctrain.train.engines.blocks import every_block, recompute_blocks
+from hpctrain.train.engines.blocks import recompute_blocks
 from hpctrain.train.engines.layouts import make_meshes
 from hpctrain.train.engines.native import shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch.distributed.fsdp import FSDPModule
 
@@ -95,28 +94,12 @@ class Step:
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
-def builder(model: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """What makes the model: of a config, or of a foreign `module:callable`.
+def builder(values: dict[str, Any]) -> Callable[[], nn.Module]:
+    """Return what makes the model of a config.json.
 
     Raises:
-        CannotBuild: there is no such module, callable or architecture.
+        CannotBuild: there is no such architecture, or no transformers.
     """
-    if "config" in model:
-        return _of_config(model["config"])
-    name, _, attribute = str(model["callable"]).partition(":")
-    sys.path.append(str(Path.cwd()))  # last: a file of theirs stands in for no library
-    try:
-        made = importlib.import_module(name)
-        for part in attribute.split("."):
-            made = getattr(made, part)
-    except Exception as error:
-        raise CannotBuild(f"{model['callable']}: {type(error).__name__}: {_line(error)}") from error
-    if not callable(made):
-        raise CannotBuild(f"{model['callable']} is {type(made).__name__}, not a callable")
-    return made
-
-
-def _of_config(values: dict[str, Any]) -> Callable[[], nn.Module]:
     try:
         import transformers
         from transformers import masking_utils
@@ -137,35 +120,6 @@ def _of_config(values: dict[str, Any]) -> Callable[[], nn.Module]:
     except Exception as error:
         raise CannotBuild(f"transformers refuses the config: {_line(error)}") from error
     return lambda: from_config(config)
-
-
-def describe(build: Callable[[], nn.Module]) -> dict[str, Any]:
-    """Sizes of a model, from its modules.
-
-    Raises:
-        CannotBuild: it does not build on the meta device.
-    """
-    try:
-        with torch.device("meta"):
-            model = build()
-    except Exception as error:
-        raise CannotBuild(
-            f"it does not build on the meta device: {type(error).__name__}: {_line(error)}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise CannotBuild(f"it builds a {type(model).__name__}, not an nn.Module")
-    config: Any = getattr(model, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return {
-        "class": type(model).__name__,
-        "params": sum(weight.numel() for weight in model.parameters()),
-        "blocks": [sum(w.numel() for w in block.parameters()) for block in every_block(model)],
-        "config": {key: value for key, value in values.items() if _is_plain(value)},
-    }
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float | bool | list) or value is None
 
 
 def step(
@@ -350,33 +304,29 @@ def _as_asked(
     return step(build, Step(**values), tracker)
 
 
-def answer(question: Mapping[str, Any], measure: Measure = _as_asked) -> dict[str, Any]:
-    """What is asked for: `describe` the model, or its `steps`; `each` of several questions."""
-    if "each" in question:
-        return {"each": [answer(one, measure) for one in question["each"]]}
-    build = builder(question["model"])
-    if "steps" not in question:
-        return describe(build)
+def peaks(
+    build: Callable[[], nn.Module], steps: list[dict[str, Any]], measure: Measure = _as_asked
+) -> list[dict[str, Any]]:
+    """Return what each step takes, or its error."""
     measured = []
-    for values in question["steps"]:
+    for values in steps:
         try:
             measured.append(measure(build, values, PeakTracker()))
         except CannotBuild:
             raise
         except Exception as error:  # noqa: BLE001 - a foreign model may raise anything
             measured.append({"error": f"{type(error).__name__}: {_line(error)}"})
-    return {"steps": measured}
+    return measured
 
 
-def main(measure: Measure = _as_asked) -> None:
+def main() -> None:
     """Answer stdin's question into the file that is named first."""
     question = json.load(sys.stdin)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    steps = [step for one in question.get("each", [question]) for step in one.get("steps", [])]
-    if any(step.get("offload") for step in steps):
+    if any(step["offload"] for step in question["steps"]):
         stand_in()  # autograd counts the devices at its first backward pass, and not again
     try:
-        said = answer(question, measure)
+        said: dict[str, Any] = {"steps": peaks(builder(question["model"]), question["steps"])}
     except CannotBuild as error:
         said = {"cannot": str(error)}
     Path(sys.argv[1]).write_text(json.dumps(said))

@@ -30,19 +30,12 @@ WEIGHTS = "weights"
 COPIES = "16-bit copies"
 GRADIENTS = "gradients"
 MOMENTS = "moments"
-ACTIVATIONS = "activations"
-LOGITS = "logits"
 GATHERED = "gathered units"
-BUFFERS = "buffers"
-UPDATE = "update"
 FRAGMENTED = 0.05
 """Share of what comes and goes in a step that the allocator is allowed beside it, in pieces that
 nothing fits into. Weights and moments stay where they are, without such pieces."""
 CONTEXT_BYTES = 1_000_000_000
 """The driver's context, kernels and NCCL's buffers. Both are allowances, no measurements."""
-QUANTISED = 4 / 8 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in NF4: 4 bits, a constant of 8 bits for 64 of them, and one of 32 bits for 256
-constants (Dettmers et al., QLoRA, 2023, section 3)."""
 SHARDS_GRADIENTS = 2
 FORMULA_ERROR = 0.06
 """Share by which a formula's tensors were off at most: 5.3 % in tests/data/plan-peaks.md."""
@@ -81,7 +74,6 @@ class Spread:
     pp: int = 1  # stages of a pipeline
     ep: int = 1  # ranks that share experts; each has some of them whole, cut over the others
     lora: int = 0  # rank of adapters, which alone are trained; 0 where all weights are
-    quantised: bool = False  # what is not trained lies in 4 bits
     # what a block keeps where only the rest is computed again: "products" (attention and every
     # matrix product: hpctrain's `selective`), "half" (attention and every second product:
     # torchtitan's `op`); empty where nothing is, or all
@@ -99,8 +91,7 @@ class Spread:
     @property
     def autocast(self) -> bool:
         """Whether weights stay in fp32, with copies of 16 bits for a pass."""
-        in_fp32 = self.stored == FP32 or self.quantised
-        return self.kind in {"single", "ddp"} and self.low != FP32 and in_fp32
+        return self.kind in {"single", "ddp"} and self.low != FP32 and self.stored == FP32
 
     @property
     def gradient(self) -> int:
@@ -240,18 +231,10 @@ class Whole(StepMemory):
         tied_head = model.vocab * model.hidden if model.tied else 0
         self.head_copy = model.head_params + tied_head
         self.block_copy = model.matrix_params + model.expert_params
-        self.rest: Parts = {WEIGHTS: self._weights(), MOMENTS: 2 * layout.moment * learnt}
+        weights = layout.stored * model.params + FP32 * model.layers * self.adapters
+        self.rest: Parts = {WEIGHTS: weights, MOMENTS: 2 * layout.moment * learnt}
         self.whole_gradients = layout.gradient * learnt
         self.from_start = self.is_ddp or batch.passes > 1
-
-    def _weights(self) -> float:
-        """Masters; of quantised weights the matrices of blocks in 4 bits, all else in 16."""
-        if not self.layout.quantised:
-            return self.layout.stored * self.model.params + FP32 * self.model.layers * self.adapters
-        model = self.model
-        quantised = model.layers * model.matrix_params
-        others = self.layout.low * (model.params - quantised)
-        return QUANTISED * quantised + others + FP32 * self.learnt_params
 
     def base(self, blocks: int, *, head: bool = True) -> Parts:
         """What rests, and the copies in 16 bits that so many blocks are left with, and the head.
@@ -262,8 +245,6 @@ class Whole(StepMemory):
         low, model, layout = self.layout.low, self.model, self.layout
         if not layout.autocast:
             return {**self.rest, COPIES: 0.0}
-        if layout.quantised:  # one matrix at a time is made 16 bits wide
-            return {**self.rest, COPIES: low * (model.hidden * model.inner + self.learnt_params)}
         if not layout.lora:
             return {**self.rest, COPIES: low * (model.layers * self.block_copy + self.head_copy)}
         blocks = min(blocks, 1 - head) if layout.recompute else blocks

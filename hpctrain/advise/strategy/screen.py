@@ -1,49 +1,31 @@
-"""A plan as people read it, and as programs do; and the formulas of one row with their sources.
+"""A plan as people read it, as programs do (plan.json), and as `hpctrain submit` does. Pure.
 
-Pure. tests/unit/cli/test_plan.py holds the first, tests/unit/strategy/test_explain.py that every
-part of a peak is explained.
+parts.toml has the formula of each part of a peak. tests/unit/cli/test_plan.py, test_explain.py and
+test_writing.py in tests/unit/strategy hold the promises.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.strategy.facts import FAMILIES, ModelFacts
-from hpctrain.advise.strategy.memory import (
-    ACTIVATIONS,
-    BUFFERS,
-    CONTEXT_BYTES,
-    COPIES,
-    FRAGMENTED,
-    GATHERED,
-    GRADIENTS,
-    LIVE_ELEMENTS,
-    LOGITS,
-    MOMENTS,
-    QUANTISED,
-    UPDATE,
-    WEIGHTS,
-    Batch,
-    Spread,
-    logit_bytes,
-    widths_of,
-)
-from hpctrain.advise.strategy.peaks import stages_of
+from hpctrain.advise.strategy.facts import FAMILIES
+from hpctrain.advise.strategy.memory import CONTEXT_BYTES, FRAGMENTED, logit_bytes, widths_of
 from hpctrain.advise.strategy.timing import bubble
 from hpctrain.core.base.text import duration, step_time
-from hpctrain.ledger.plan.deepspeed import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
-    from hpctrain.advise.strategy.choice import PlanRequest, Row, StrategyPlan
+    from collections.abc import Mapping
 
-_TABLE = tomllib.loads(Path(__file__).with_name("templates.toml").read_text("utf-8"))
-SOURCES: dict[str, str] = _TABLE.pop("sources")
-"""Part to where its formula comes from."""
-TEXTS: dict[str, str] = _TABLE
-"""Long texts of a plan's files."""
+    from hpctrain.advise.strategy.choice import PlanRequest, Row, StrategyPlan
+    from hpctrain.advise.strategy.memory import Spread
+
+PARTS: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("parts.toml").read_text("utf-8")
+)
+"""Part of a peak to how it is counted, and where that comes from."""
 GB = 1e9
 WHOSE = (
     "GB/GPU is what hpctrain's engines hold, with masters and moments in fp32. Other engines hold "
@@ -223,6 +205,9 @@ def as_plain(plan: StrategyPlan) -> dict[str, Any]:
     }
 
 
+_OF_LAYOUT = ("shards", "copies", "tp", "pp", "ep", "offload", "recompute")
+
+
 def row_as_plain(row: Row) -> dict[str, Any]:
     """One strategy. Memory in bytes, times in seconds; null where something is not known."""
     layout, batch, most, time = row.way.layout, row.batch, row.peak, row.time
@@ -234,18 +219,12 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "micro_batch": batch.micro if batch else None,
         "passes": batch.passes if batch else None,
         "data_ranks": row.way.data_ranks,
-        "shards": layout.shards,
-        "copies": layout.copies,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "ep": layout.ep,
-        "offload": layout.offload,
+        **{name: getattr(layout, name) for name in _OF_LAYOUT},
         "lora_rank": layout.lora or None,
-        "trained_by_hpctrain": row.way.is_trained,
+        "trained_by_hpctrain": not row.way.elsewhere,
         "other_engine": row.way.elsewhere or None,
         "memory_fits": row.is_held,
         "may_fit": row.may_fit,
-        "recompute": layout.recompute,
         "selective": layout.selective or None,
         "reduce_each_pass": layout.each_pass,
         "reshard_after_forward": layout.reshard,
@@ -264,148 +243,117 @@ def row_as_plain(row: Row) -> dict[str, Any]:
     }
 
 
-def formulas(asked: PlanRequest, row: Row) -> dict[str, str]:
-    """Part to its formula, with this row's numbers put in."""
-    assert row.batch is not None  # noqa: S101 - what has no batch is not explained
-    model, batch, layout = asked.model, row.batch, row.way.layout
-    said = {
-        WEIGHTS: _weights(model, layout),
-        COPIES: f"{layout.low} B x the matrices' parameters",
-        **_learnt(model, batch, layout),
-        ACTIVATIONS: _activations(model, batch, layout),
-        LOGITS: f"{logit_bytes(layout)} B x {batch.tokens:,} tokens x {model.vocab:,} classes",
-        **_gathered(model, batch, layout),
-    }
-    if layout.quantised:
-        said[COPIES] = f"{layout.low} B x the largest matrix, which is 16 bits wide for a moment"
-    elif layout.lora and layout.recompute:
-        said[COPIES] = f"{layout.low} B x the matrices of the block that is computed again"
-    return said
-
-
-def _own(model: ModelFacts, layout: Spread, count: float, of: str = "parameters") -> str:
-    """A rank's part of so many parameters."""
-    cut = layout.shards * layout.tp
-    if layout.pp > 1:
-        count, of = max(stage.params for stage in stages_of(model, layout.pp)), f"{of} of a stage"
-    return f"{count:,.0f} {of}" + (f" / {cut}" if cut > 1 else "")
-
-
-def _weights(model: ModelFacts, layout: Spread) -> str:
-    adapters = model.layers * model.adapter_params(layout.lora)
-    if layout.quantised:
-        matrices = model.layers * model.matrix_params
-        return (
-            f"{QUANTISED:.3f} B x {matrices:,} parameters in 4 bits + {layout.low} B x "
-            f"{model.params - matrices:,} others + 4 B x {adapters:,} of adapters"
-        )
-    text = f"{layout.stored} B x {_own(model, layout, model.params)}"
-    if layout.offload:
-        text += ", which rest on the host"
-    if layout.lora:
-        return f"{text} + 4 B x {_own(model, layout, adapters, 'of adapters')}"
-    if layout.kind.startswith("zero"):
-        all_of = _own(model, layout, model.params)
-        text += f" + {layout.low} B x "
-        text += all_of if layout.kind == "zero3" else f"{model.params:,} parameters"
-    return text
-
-
-def _learnt(model: ModelFacts, batch: Batch, layout: Spread) -> dict[str, str]:
-    """What is there for what is trained."""
-    count, of = model.params, "parameters"
-    if layout.lora:
-        count, of = model.layers * model.adapter_params(layout.lora), "parameters of adapters"
-    own = _own(model, layout, count, of)
-    away = ", which rest on the host" if layout.offload else ""
-    gradients = f"{layout.gradient} B x {own}{away}"
-    if batch.passes > 1 and not layout.kind.startswith("zero") and not layout.each_pass:
-        whole = _own(model, replace(layout, shards=1), count, of)
-        gradients = f"4 B x {whole}, whole until the last of several passes"
-    return {
-        GRADIENTS: gradients,
-        MOMENTS: f"{2 * layout.moment} B x {own}{away}",
-        UPDATE: f"{layout.moment} B x {own}, only during the update{away}",
-    }
-
-
-def _activations(model: ModelFacts, batch: Batch, layout: Spread) -> str:
-    kept = widths_of(model, layout)
-    in_block = kept.of_block(recompute=layout.recompute, selective=layout.selective)
-    recomputes = layout.recompute or layout.selective
-    again = f" + {kept.block:,.0f} for the one that is computed again" if recomputes else ""
-    blocks, flights = model.layers, ""
-    if layout.pp > 1:
-        blocks = max(stage.blocks for stage in stages_of(model, layout.pp))
-        flights = f" x up to {layout.pp} microbatches in flight"
-    return (
-        f"{batch.tokens:,} tokens x ({blocks} blocks x {in_block:,.0f} B{again} "
-        f"+ {kept.outside:,.0f} B outside){flights}, {FAMILIES[model.family]}"
-    )
-
-
-def _gathered(model: ModelFacts, batch: Batch, layout: Spread) -> dict[str, str]:
-    """What is whole for a while, and what travels."""
-    low = layout.low
-    if layout.kind.startswith("zero"):
-        return {
-            GATHERED: f"{low} B x all parameters, up to {LIVE_ELEMENTS:,}",
-            BUFFERS: f"{low} B x {BUCKET_ELEMENTS:,} elements of a bucket, twice at stage 2",
-        }
-    if layout.pp > 1:
-        received = batch.passes * low * model.hidden * batch.tokens
-        return {
-            GATHERED: f"{low} B x the stage's parameters, gathered for all of a step",
-            BUFFERS: f"{received:,} B for each neighbour, what {batch.passes} microbatches hand "
-            "on, and a unit's reduction",
-        }
-    unit = f"{model.block_params:,} parameters of a block"
-    if layout.ep > 1:
-        unit += f", of its experts one in {layout.ep}"
-    if layout.tp > 1:
-        unit += f" / {layout.tp}"
-    whole = f"{low} B x all parameters"
-    return {
-        GATHERED: f"{low} B x {unit}, two at a time, and the head's" if layout.reshard else whole,
-        BUFFERS: f"({low} + 4) B x {unit}",
-    }
-
-
-def _on_host(asked: PlanRequest, row: Row) -> str:
-    layout = row.way.layout
-    low = f" + {layout.low}" if layout.kind.startswith("zero") else ""
-    own = _own(asked.model, layout, asked.model.params)
-    return f"(4 + 4 + 8{low}) B x {own}, of each GPU of a node; not what its processes take beside"
-
-
 def explained(asked: PlanRequest, row: Row) -> list[str]:
-    """Lines for people: the fullest moment, its parts with formula and source."""
+    """Return lines for people: the fullest moment, its parts with formula and source."""
     assert row.peak is not None  # noqa: S101 - what has no peak is not explained
-    most, said = row.peak, formulas(asked, row)
+    most, numbers = row.peak, _numbers(asked, row)
     lines = [
-        f"{row.way.title}: fullest at {most.moment}, {most.nbytes / 1e9:.2f} GB of tensors",
+        f"{row.way.title}: fullest at {most.moment}, {most.nbytes / GB:.2f} GB of tensors",
         "",
     ]
     for part, nbytes in most.parts.items():
         if nbytes:
             lines += [
-                f"  {part:<14} {nbytes / 1e9:8.2f} GB  {said[part]}",
-                f"  {'':<26} from: {SOURCES[part]}",
+                f"  {part:<14} {nbytes / GB:8.2f} GB  {PARTS[part]['counted'].format(**numbers)}",
+                f"  {'':<26} from: {PARTS[part]['source']}",
             ]
-    if away := [part for part in said if not most.parts.get(part)]:
+    if away := [part for part in PARTS if not most.parts.get(part)]:
         lines += ["", f"  not at this moment: {', '.join(away)}"]
     comes = f"{FRAGMENTED:.0%} of all but weights and moments for fragments"
-    beside = f"{comes}, {CONTEXT_BYTES / 1e9:g} GB for context"
-    allowed = f"an allowance, no measurement: {beside} and NCCL"
-    there = f"of {asked.gpu.shown} ({asked.gpu.source})"
+    beside = f"{comes}, {CONTEXT_BYTES / GB:g} GB for context and NCCL"
+    allowed = f"an allowance, no measurement: {beside}"
     lines += [
         "",
-        f"  beside tensors {most.allowance / 1e9:8.2f} GB  {allowed}",
-        f"  needed         {most.needed / 1e9:8.2f} GB  {there}",
+        f"  beside tensors {most.allowance / GB:8.2f} GB  {allowed}",
+        f"  needed         {most.needed / GB:8.2f} GB  of {asked.gpu.shown} ({asked.gpu.source})",
     ]
     if row.host:
-        lines += [
-            "",
-            f"  each node's own memory holds {row.host / 1e9:.2f} GB: {_on_host(asked, row)}",
-        ]
+        what = "weights, gradients and moments of its GPUs, not what its processes take beside"
+        lines += ["", f"  each node's own memory holds {row.host / GB:.2f} GB: {what}"]
     return lines
+
+
+def _numbers(asked: PlanRequest, row: Row) -> dict[str, Any]:
+    """Return what the formulas of parts.toml have names for."""
+    assert row.batch is not None  # noqa: S101 - what has no batch is not explained
+    model, batch, layout = asked.model, row.batch, row.way.layout
+    widths, lora = widths_of(model, layout), model.layers * model.adapter_params(layout.lora)
+    again = layout.recompute or layout.selective
+    return {
+        "params": model.params,
+        "learnt": lora if layout.lora else model.params,
+        "cut": layout.shards * layout.tp * layout.pp,
+        "stored": layout.stored,
+        "low": layout.low,
+        "gradient": layout.gradient,
+        "moments": 2 * layout.moment,
+        "update": layout.moment,
+        "tokens": batch.tokens,
+        "layers": model.layers,
+        "kept": widths.of_block(recompute=layout.recompute, selective=layout.selective),
+        "block": widths.block if again else 0,
+        "outside": widths.outside,
+        "family": FAMILIES[model.family],
+        "logit": logit_bytes(layout),
+        "vocab": model.vocab,
+        "unit": model.block_params,
+    }
+
+
+def hpctrain_toml(
+    plan: StrategyPlan, row: Row, *, time: str, partition: str, precision: str
+) -> str:
+    """Return the settings that `hpctrain submit` reads from the working directory.
+
+    `time` is the job's limit, as sbatch takes it. An empty `partition` is SLURM's default.
+    `precision` is "bf16", "fp16" or "fp32".
+    """
+    layout, cluster, batch = row.way.layout, plan.asked.cluster, row.batch
+    assert batch is not None  # noqa: S101 - a chosen row has one
+    slurm: dict[str, str | int] = {
+        "nodes": str(cluster.nodes),
+        "gpus_per_node": cluster.gpus,
+        "time": time,
+    }
+    if partition:
+        slurm["partition"] = partition
+    adapters = f"# Adapters of rank {layout.lora} are your program's: peft's get_peft_model."
+    lines = [
+        f"# {row.way.title}: written by hpctrain plan.",
+        f"# {heading(plan)}",
+        f"# {batch.micro} samples x {batch.passes} passes x {row.way.data_ranks} ranks a step.",
+        *([adapters] if layout.lora else []),
+        "",
+        *_table("slurm", slurm),
+        *_table("engine", _engine(layout, precision)),
+    ]
+    if plan.saving is not None:
+        lines += _table("checkpoint", {"interval_s": round(plan.saving.interval_s, 1)})
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _engine(layout: Spread, precision: str) -> dict[str, str | float | bool]:
+    """Return the settings of [engine]."""
+    kind = "ddp" if layout.kind == "single" else layout.kind
+    engine: dict[str, str | float | bool] = {"kind": kind, "precision": precision}
+    if layout.recompute or layout.selective:
+        engine["activation_checkpointing"] = "full" if layout.recompute else "selective"
+    if layout.each_pass:
+        engine["reduce_each_pass"] = True
+    if layout.kind == "fsdp2":
+        engine["reshard_after_forward"] = layout.reshard
+    if layout.tp > 1:
+        engine["tp"] = str(layout.tp)
+    if layout.copies > 1:
+        engine["dp_replicate"] = str(layout.copies)
+    if layout.pp > 1:
+        engine |= {"pp": str(layout.pp), "pp_schedule": "1f1b"}
+    if layout.ep > 1:
+        engine["ep"] = str(layout.ep)
+    if layout.offload:
+        engine["offload"] = "cpu"
+    return engine
+
+
+def _table(name: str, values: Mapping[str, str | float | bool]) -> list[str]:
+    return [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]

@@ -45,7 +45,6 @@ class Strategy:
     data_ranks: int  # ranks that have samples of their own
     impossible: str = ""  # why it cannot be had here; empty where it can
     aside: str = ""  # why it is shown and never taken by itself; empty for the others
-    is_trained: bool = True  # whether hpctrain trains so; else the row is one of memory
     elsewhere: str = ""  # what another engine or model does for it; empty for hpctrain's own rows
 
     @property
@@ -91,7 +90,7 @@ def of_other_engines(
     if low == FP32:
         return []
     if lora:
-        ours = [way for way in adapted(model, cluster, lora, asked=True) if way.is_trained]
+        ours = adapted(model, cluster, lora, asked=True)
         theirs = [_elsewhere(way, "bf16", FROZEN, stored=low, loss=low) for way in ours]
         return theirs + [_elsewhere(way, "peft", PEFT, stored=low, casts=True) for way in ours]
     bases = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if _is_plain(way)]
@@ -120,7 +119,6 @@ def _elsewhere(way: Strategy, name: str, what: str, **layout: Any) -> Strategy:
         title=f"{way.title}, {name}",
         layout=replace(way.layout, **layout),
         aside=f"another engine's: {what}",
-        is_trained=False,
         elsewhere=what,
     )
 
@@ -128,15 +126,14 @@ def _elsewhere(way: Strategy, name: str, what: str, **layout: Any) -> Strategy:
 def adapted(
     model: ModelFacts, cluster: Machines, rank: int, *, asked: bool, low: int = 2
 ) -> list[Strategy]:
-    """Return the ways to train adapters of this rank alone: hpctrain's, and QLoRA's memory.
+    """Return hpctrain's ways to train adapters of this rank alone.
 
     Unless `asked`, they are shown for comparison. `low` is the bytes of a number in products.
     """
     kinds = ("single", "ddp", "fsdp2")
     plain = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if way.key in kinds]
     ways = [_adapting(model, way, rank, asked=asked) for way in plain]
-    ways += [_recomputing(way) for way in ways]
-    return ways + [_quantised(way) for way in ways if way.layout.kind in {"single", "ddp"}][-1:]
+    return ways + [_recomputing(way) for way in ways]
 
 
 def _adapting(model: ModelFacts, way: Strategy, rank: int, *, asked: bool) -> Strategy:
@@ -149,17 +146,6 @@ def _adapting(model: ModelFacts, way: Strategy, rank: int, *, asked: bool) -> St
         layout=replace(way.layout, lora=rank),
         impossible=way.impossible or why,
         aside=aside,
-    )
-
-
-def _quantised(way: Strategy) -> Strategy:
-    return replace(
-        way,
-        key=way.key.replace("lora", "qlora"),
-        title=f"Q{way.title}",
-        layout=replace(way.layout, quantised=True),
-        aside="memory only: hpctrain trains no quantised weights",
-        is_trained=False,
     )
 
 

@@ -119,17 +119,12 @@ published runs of such programs took 1.2 to 1.5."""
 
 def work_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
     """Return FLOP of matrix products that take as long as all that a GPU computes in a step."""
-    products, attention = _operations(model, batch, way)
+    products, attention = operations_of_step(model, batch, way)
     work = (products + ATTENTION_COST * attention) * (CASTS_COST if way.layout.casts else 1)
     return work * (1 + ELEMENTWISE_COLUMNS / model.hidden)
 
 
-def flops_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
-    """Return FLOP of one GPU in a step."""
-    return sum(_operations(model, batch, way))
-
-
-def _operations(model: ModelFacts, batch: Batch, way: Strategy) -> tuple[float, float]:
+def operations_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> tuple[float, float]:
     """Return FLOP of weights, and of attention's products of positions.
 
     Two for each weight and token, thrice: forward, and twice that backward; and 12 times layers x

@@ -1,4 +1,7 @@
-"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them."""
+"""Rules for lists: names that the node lacks, adapters, and options of torch's allocator.
+
+How NCCL and Gloo split lists of interfaces is in variables.toml (`alone`).
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,19 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, listed, reason, warning
+from hpctrain.cluster.nccl.names import TABLE, Context, Problem, error, warning
 from hpctrain.core.settings.layers import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 LONGEST_NETDEV = 15
 """Characters that Linux gives an interface's name."""
 MOST_NETDEVS = 16
 MOST_HCAS = 32
-_LONGEST_ENTRY = 63
 
-_STEMS = frozenset(LISTS["interface_stems"])
 _NETDEV = re.compile(r"(?:hsn|eth|ib|bond|docker|virbr)\d+|en[opsx]\d\w*|lo|hsn|eth|en|eno|enp|ens")
 _AMBIGUOUS = re.compile(r".*[a-z_][1-9]")
-_MODEL = re.compile(r"mlx[45]")
-
-ALGORITHMS, PROTOCOLS, FUNCTIONS = LISTS["algorithms"], LISTS["protocols"], LISTS["functions"]
-_STRICT_LISTS = (2, 24)
 
 
 @dataclass(frozen=True)
@@ -50,83 +47,11 @@ def read_filter(value: str) -> InterfaceFilter:
     return InterfaceFilter(excludes, exact, tuple(entry for entry in entries if entry))
 
 
-def _grammar(value: str, kind: str, example: str) -> Iterator[Problem]:
-    """What is wrong with the list itself, the same for interfaces and adapters."""
-    parsed = read_filter(value)
-    if any(character.isspace() for character in value):
-        bare = "".join(value.split())
-        yield error(f'a blank becomes part of the name, which then fits none; write "{bare}"')
-    if not parsed.entries:
-        yield error(f'names no {kind}; write e.g. "{example}", or leave it out')
-        return
-    first = parsed.entries[0]
-    if first.startswith("^"):
-        bare = ",".join(entry.lstrip("^=") for entry in parsed.entries)
-        yield error(f'NCCL looks for {kind}s named "{first}": ^ comes before =; write "^={bare}"')
-    elif any(entry[0] in "^=" for entry in parsed.entries):
-        sign = "^" if parsed.excludes else ""
-        bare = ",".join(entry.lstrip("^=") for entry in parsed.entries)
-        wrong = next(entry for entry in parsed.entries if entry[0] in "^=")
-        yield error(
-            f'one ^ and one = hold for the whole list, so "{wrong}" fits no {kind}; write '
-            f'"{sign}={bare}"'
-        )
-    globs = [entry for entry in parsed.entries if set(entry) & set("*?[]")]
-    if globs:
-        bare = re.split(r"[*?\[]", globs[0])[0]
-        yield error(
-            f'NCCL takes "{globs[0]}" literally, and it fits no {kind}; a beginning is enough: '
-            f'"{bare}"'
-        )
-    if ",," in value or value.endswith(","):
-        yield warning(f'has an empty entry; write "{",".join(parsed.entries)}"')
-
-
 def socket_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_SOCKET_IFNAME: beginnings of interface names, or whole ones after =."""
-    if len(value) < 2:  # noqa: PLR2004 - NCCL's own condition
-        yield error(
-            "NCCL ignores a value of one character and chooses interfaces by itself; write at "
-            'least two, e.g. "=eth0"'
-        )
-        return
-    yield from _grammar(value, "interface", "=eth0")
     parsed = read_filter(value)
-    for entry in parsed.entries:
-        yield from _interface(entry)
-    if len(parsed.entries) > MOST_NETDEVS:
-        yield error(
-            f"NCCL reads {MOST_NETDEVS} names and drops the other "
-            f"{len(parsed.entries) - MOST_NETDEVS}; write {MOST_NETDEVS} at most, or a beginning"
-        )
     if not parsed.excludes:
-        yield from _loopback(parsed.entries, context)
         yield from _missing(parsed, context.netdevs, "interface")
-
-
-def _interface(entry: str) -> Iterator[Problem]:
-    if re.fullmatch(r"[0-9.]+(/\d+)?", entry) and "." in entry:
-        yield error(
-            f'"{entry}" is an address; NCCL compares names of interfaces, and this fits none: '
-            'write the name that `ip -br address` shows for it, e.g. "=eth0"'
-        )
-    elif ":" in entry:
-        yield error(
-            f'NCCL drops what follows the colon in "{entry}"; write "{entry.partition(":")[0]}"'
-        )
-    elif len(entry) > LONGEST_NETDEV and entry[0] not in "^=" and " " not in entry:
-        yield error(
-            f'"{entry}" has {len(entry)} characters and no interface has more than '
-            f"{LONGEST_NETDEV}, so it fits none; write a name that `ip -br link` shows"
-        )
-
-
-def _loopback(entries: Sequence[str], context: Context) -> Iterator[Problem]:
-    if context.multi_node and "lo" in entries:
-        yield error(
-            "lo reaches the node itself only, so ranks of several nodes never meet; write the "
-            'interface between the nodes, e.g. "=eth0", or move it to env.single_node'
-        )
 
 
 def _missing(
@@ -146,51 +71,13 @@ def _missing(
 
 def gloo_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
     """GLOO_SOCKET_IFNAME: whole names of interfaces, between commas, nothing else."""
-    names = value.split(",")
-    plain = [entry.strip().lstrip("^=") for entry in names]
-    good = ",".join(entry for entry in plain if entry)
-    if value.startswith("^"):
-        yield error(
-            'Gloo cannot leave interfaces out: it looks for one that is named "'
-            f'{names[0]}" and stops; write the names to use, e.g. "eth0"'
-        )
-    elif any(entry.startswith("=") for entry in names):
-        yield error(
-            f'= is NCCL\'s way: Gloo looks for an interface named "{names[0]}" and stops with '
-            f'"Unable to find address for"; write "{good}"'
-        )
-    elif any(entry != entry.strip() for entry in names) or "" in names:
-        yield error(
-            "Gloo takes each text between commas as it stands, blanks and empty ones too, and "
-            f'stops with "Unable to find address for"; write "{good}"'
-        )
-    for entry in plain:
-        if not value.startswith("^"):
-            yield from _gloo_name(entry)
-    yield from _loopback(names, context)
-    exact = InterfaceFilter(excludes=False, exact=True, entries=tuple(filter(None, plain)))
-    there = None if value.startswith("^") else context.netdevs
-    yield from _missing(exact, there, "interface")
-
-
-def _gloo_name(entry: str) -> Iterator[Problem]:
-    if entry in _STEMS:
-        yield error(
-            f'Gloo takes whole names and "{entry}" is the beginning of one: it stops with "Unable '
-            f'to find address for: {entry}"; write e.g. "{entry}0"'
-        )
-    elif set(entry) & set("*?[]"):
-        yield error(f'Gloo takes "{entry}" literally and finds none; write whole names')
-    elif len(entry) > LONGEST_NETDEV:
-        yield error(
-            f'"{entry}" has {len(entry)} characters and no interface has more than '
-            f"{LONGEST_NETDEV}; write a name that `ip -br link` shows"
-        )
+    names = [entry.strip().lstrip("^=") for entry in value.split(",")]
+    exact = InterfaceFilter(excludes=False, exact=True, entries=tuple(filter(None, names)))
+    yield from _missing(exact, None if value.startswith("^") else context.netdevs, "interface")
 
 
 def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_HCA: beginnings of adapter names, or whole ones after =, each with its port."""
-    yield from _grammar(value, "adapter", "=mlx5_0")
     parsed = read_filter(value)
     for entry in parsed.entries:
         yield from _adapter(entry, parsed, context)
@@ -202,11 +89,6 @@ def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
         yield warning(
             f'without = each is a beginning, so "{wide[0]}" takes {others} too; '
             f'write "{"^" * parsed.excludes}={",".join(parsed.entries)}"'
-        )
-    if len(parsed.entries) > MOST_HCAS:
-        yield error(
-            f"NCCL reads {MOST_HCAS} adapters and drops the other "
-            f'{len(parsed.entries) - MOST_HCAS}; write {MOST_HCAS} at most, or a beginning: "mlx5"'
         )
 
 
@@ -228,8 +110,9 @@ def _adapter(entry: str, interfaces: InterfaceFilter, context: Context) -> Itera
             f'NCCL reads "{entry}" as adapter:port:rail:plane, each a number, and takes 0 for '
             f'others; write "{hca}:1"'
         )
-    if len(hca) > _LONGEST_ENTRY:
-        yield error(f"NCCL cuts names after {_LONGEST_ENTRY} characters; write it so")
+
+
+_ALLOCATOR_OPTIONS: list[str] = TABLE["lists"]["allocator_options"].split()
 
 
 def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
@@ -239,94 +122,10 @@ def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
         option, colon, _ = entry.partition(":")
         if not colon:
             yield error(f'torch stops at "{entry}"; write option:value')
-        elif option not in LISTS["allocator_options"]:
-            near = nearest(option, LISTS["allocator_options"], cutoff=0.8)
-            if near:
+        elif option not in _ALLOCATOR_OPTIONS:
+            if near := nearest(option, _ALLOCATOR_OPTIONS, cutoff=0.8):
                 yield error(f'torch stops at "{option}", which is no option; write {near[0]}')
             else:
                 yield warning(
                     f'hpctrain knows no option "{option}", and torch stops at one that it lacks'
                 )
-
-
-def algo(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_ALGO: algorithms that NCCL may choose from, for all functions or each."""
-    old = {"collnet": "CollNetDirect", "nvls_tree": "NVLSTree"}
-    yield from _choices(value, ALGORITHMS, old, context)
-    first = value.partition(";")[0]
-    if ":" in first or first.startswith("^"):
-        return
-    named = {word.lower() for word in first.split(",")}
-    if "ring" not in named and named <= {one.lower() for one in ALGORITHMS}:
-        yield warning(
-            "since 2.24 Ring is not taken by itself where no named algorithm can do a function "
-            f'(Tree does all-reduce only), and training stops there; write "{first},Ring"'
-        )
-
-
-def proto(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_PROTO: protocols that NCCL may choose from, for all functions or each."""
-    yield from _choices(value, PROTOCOLS, {}, context)
-    for part in value.split(";"):
-        words = part.rpartition(":")[2]
-        if not words.startswith("^") and "ll128" in words.lower().split(","):
-            yield warning(
-                "forces LL128 where NCCL would not choose it, and on hardware that cannot do it "
-                'data come out wrong; leave it out, or write "^LL128" to do without it'
-            )
-
-
-def _choices(
-    value: str, choices: Sequence[str], renamed: dict[str, str], context: Context
-) -> Iterator[Problem]:
-    """The grammar that NCCL_ALGO and NCCL_PROTO share: `a,b;function:^c`."""
-    known_words = {word.lower() for word in choices}
-    functions = {word.lower() for word in FUNCTIONS}
-    parts = value.split(";")
-    if context.older_than(_STRICT_LISTS) and (":" in value or len(parts) > 1):
-        yield error(
-            f"NCCL {context.nccl} knows no functions here and ignores what it cannot read; that "
-            'came with 2.24: write one list, e.g. "Ring,Tree"'
-        )
-        return
-    for index, part in enumerate(parts):
-        function, colon, words = part.rpartition(":")
-        if colon and function.lower() not in functions:
-            yield error(
-                f'NCCL stops at "{function}", which is no function; there are '
-                f"{', '.join(FUNCTIONS)}"
-            )
-        if index and not colon:
-            yield error(
-                f'NCCL stops at "{part}": every part but the first must name its function; write '
-                f'e.g. "AllReduce:{part}"'
-            )
-        for word in words.removeprefix("^").split(","):
-            if word.lower() not in known_words:
-                what = _instead(word, value, choices, renamed)
-                yield error(f'NCCL stops at "{word}" since 2.24 and ignored it before; {what}')
-
-
-def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, str]) -> str:
-    """What to write instead of a word that NCCL does not know."""
-    folded = {one.lower(): one for one in choices}
-    if not word:
-        return "that is an empty word: take the comma away"
-    if word.startswith("^"):
-        return f'^ stands once, before the whole list: write "^{value.replace("^", "")}"'
-    if word.strip().lower() in folded:
-        return f'the blank is part of the word: write "{"".join(value.split())}"'
-    near = nearest(word.lower(), folded)
-    meant = renamed.get(word.lower()) or (folded[near[0]] if near else "")
-    return f"write {meant}" if meant else f"there are {listed(list(choices))}"
-
-
-def ib_gid(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_IB_GID_INDEX has no effect on InfiniBand links, and is found by itself on RoCE."""
-    if context.kind == "ib":
-        yield warning("NCCL ignores it on InfiniBand links, it is for RoCE; leave it out")
-    elif value != "-1" and not context.older_than((2, 21)):
-        yield reason(
-            "NCCL finds the index by itself since 2.21, and an index that another driver numbers "
-            "otherwise stops training; leave it out, or say why it must stay"
-        )

@@ -114,9 +114,6 @@ def listed(words: Sequence[str]) -> str:
 
 TABLE = tomllib.loads(Path(__file__).with_name("variables.toml").read_text("utf-8"))
 """variables.toml, whose comments say what each part is."""
-LISTS: dict[str, tuple[str, ...]] = {
-    key: tuple(text.split()) for key, text in TABLE["lists"].items()
-}
 
 
 def names_of(*keys: str) -> frozenset[str]:
@@ -138,7 +135,6 @@ _READERS: dict[str, tuple[str, frozenset[str]]] = {
 _DEAD: dict[str, tuple[str, str]] = {
     row["name"]: (row["what"], row.get("instead", "")) for row in TABLE["dead"]
 }
-_REPLACES: dict[str, str] = TABLE["replaces"]
 _SLOW: dict[str, str] = TABLE["slow"]
 PREFIXES = ("NCCL_", "RCCL_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_", "FI_", "GLOO_")
 """Of the variables that are judged: an empty value, quotes and blanks around it never help them."""
@@ -146,7 +142,6 @@ PREFIXES = ("NCCL_", "RCCL_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_", "FI_", "G
 _SECRET = re.compile(r"(?:.*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)")
 _BLANKS = frozenset({"NCCL_DEBUG_TIMESTAMP_FORMAT"})
 _EXPANSION = re.compile(r"\$\{?[A-Za-z_]\w*\}?|\$\(|`")
-_FABRIC_POLICY = frozenset({"NCCL_IB_FIFO_TC", "NCCL_IB_SL", "NCCL_IB_TC"})
 
 
 def check_name(name: str, value: str, context: Context) -> Iterator[Problem]:
@@ -155,16 +150,6 @@ def check_name(name: str, value: str, context: Context) -> Iterator[Problem]:
         yield from _dead(name)
     else:
         yield from _unknown(name)
-    if name in _REPLACES and "$" not in value:
-        yield warning(
-            f"takes the place of the {_REPLACES[name]} that modules and the virtual environment "
-            "have put there; use [modules] instead"
-        )
-    if name.startswith("SLURM_"):
-        yield warning(
-            "reaches the ranks only, after srun has read its own; use slurm.extra or "
-            "slurm.srun_args"
-        )
     yield from _text(name, value)
     yield from _class(name, value)
 
@@ -207,11 +192,6 @@ def _class(name: str, value: str) -> Iterator[Problem]:
         yield reason(
             "is one of NVIDIA's debugging variables, not to be kept in scripts: a newer NCCL may "
             'choose better; leave it out, or say why it stays: { value = "...", why = "..." }'
-        )
-    elif name in _FABRIC_POLICY:
-        yield reason(
-            "is a policy of this one fabric's switches, wrong on any other; say why: "
-            '{ value = "...", why = "..." }'
         )
     elif name in _SLOW and value.lower() not in {"0", "false", "f", "no", "n"}:
         yield reason(

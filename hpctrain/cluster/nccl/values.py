@@ -1,4 +1,4 @@
-"""Rules for numbers, switches, words, levels, files and names of networks, as readers parse them.
+"""Rules for numbers, switches, words and addresses, as their readers parse them.
 
 NCCL reads a number with C's strtoll in base 0 and keeps what it got: `true` is 0, `010` is 8,
 `1abc` is 1, all without a word. torch reads decimal numbers and its own words for yes and no, and
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.nccl.names import (
-    LISTS,
     NCCL,
     TABLE,
     TORCH,
@@ -24,7 +23,6 @@ from hpctrain.cluster.nccl.names import (
     error,
     listed,
     names_of,
-    reason,
     warning,
 )
 
@@ -199,16 +197,6 @@ def fi_number(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 
 FAMILIES = {"AF_INET": "ipv4", "AF_INET6": "ipv6"}
-_DEBUG_LEVELS = ("VERSION", "WARN", "INFO", "TRACE", "ABORT")
-_SUBSYSTEMS = frozenset(LISTS["debug_subsystems"])
-_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
-_UNDOCUMENTED_LEVELS = ("NVB", "C2C", "P2C", "PXN")
-LIBFABRIC_NETS = frozenset({"libfabric", "aws libfabric", "ofi"})
-_NETS = {"ib": "IB", "socket": "Socket", "gib": "gIB", "fastrak": "FasTrak", "spcx": "spcx"} | {
-    name: name for name in LIBFABRIC_NETS
-}
-_NET_HINTS = {word: meant for meant, words in TABLE["network_hints"].items() for word in words}
-_PROVIDERS = frozenset(LISTS["providers"])
 
 
 @dataclass(frozen=True)
@@ -235,134 +223,6 @@ class Words:
         yield error(f"{self.reader} {self.otherwise}{case}; write {write}")
 
 
-def family(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_SOCKET_FAMILY, NCCL_IB_ADDR_FAMILY."""
-    if value in FAMILIES:
-        return
-    meant = "AF_INET6" if "6" in value else "AF_INET"
-    yield error(
-        "NCCL ignores it without a message and takes whatever it finds first; write "
-        f'"{meant}", in upper case'
-    )
-
-
-def level(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NET_GDR_LEVEL, NCCL_P2P_LEVEL: how far apart two devices may be."""
-    levels = (*_LEVELS, "NVL") if name == "NCCL_P2P_LEVEL" else _LEVELS
-    if value in levels:
-        return
-    if value in _UNDOCUMENTED_LEVELS or value == "NVL":
-        yield warning(
-            f"this level is NCCL's own and not in its guide; write one of {listed(levels)}"
-        )
-    elif value[:1].isdigit() and value.isascii():
-        digits = re.match(r"\d+", value)
-        read = min(int(digits.group()) if digits else 0, len(_LEVELS) - 1)
-        yield warning(
-            f"is the old numbering, whose meaning NVIDIA does not promise to keep; NCCL reads "
-            f'{_LEVELS[read]} from it: write "{_LEVELS[read]}"'
-        )
-    elif value.strip().upper() in levels:
-        yield error(
-            "NCCL compares upper case letter by letter, ignores this without a message and keeps "
-            f'its default; write "{value.strip().upper()}"'
-        )
-    else:
-        yield error(
-            f"NCCL ignores it without a message and keeps its default; write {listed(levels)}"
-        )
-
-
-def net(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NET: the name of a network, as its module or plugin calls itself."""
-    folded = value.strip().lower()
-    hint = _NET_HINTS.get(folded)
-    if hint:
-        yield error(f'no network calls itself so, and NCCL stops without one; write "{hint}"')
-    elif folded not in _NETS and not folded.startswith(
-        ("ibext", "ucx", "sharp", "gpudirecttcpx", "fastrak")
-    ):
-        yield warning(
-            "NCCL needs a network of exactly this name and stops without one; it has IB and "
-            'Socket, the plugin for libfabric answers to "Libfabric", "AWS Libfabric" and "OFI"'
-        )
-
-
-def net_plugin(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NET_PLUGIN: a library or the end of its name, not a network."""
-    if value.lower() in {"ib", "socket"}:
-        yield error(
-            f'NCCL looks for a library libnccl-net-{value}.so; a network is chosen by NCCL_NET: "'
-            f'{_NETS[value.lower()]}"'
-        )
-
-
-def debug_level(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_DEBUG."""
-    yield from Words(_DEBUG_LEVELS)(name, value, context)
-    if value.upper() == "TRACE":
-        yield reason(
-            "prints every call of every rank, in builds that can, and slows training; write "
-            '"WARN" or "INFO", or say why'
-        )
-
-
-def subsystems(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_DEBUG_SUBSYS."""
-    for word in value.removeprefix("^").split(","):
-        if word.upper() not in _SUBSYSTEMS:
-            bare = word.strip(" ^").upper()
-            what = (
-                f'write "{bare}" there, and one ^ before the whole list at most'
-                if bare in _SUBSYSTEMS
-                else f"there are {', '.join(sorted(_SUBSYSTEMS))}"
-            )
-            yield error(f'NCCL does not know the subsystem "{word}"; {what}')
-
-
-def debug_file(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_DEBUG_FILE: one file for each process, or the ranks overwrite each other's."""
-    yield from path(name, value, context)
-    if value.startswith("/dev/std"):
-        return
-    if "%p" not in value:
-        yield error(
-            "all ranks of a node open this one file and overwrite each other's lines; write "
-            f'"{value.rstrip(".") + "nccl" * value.endswith("/")}.%h.%p"'
-        )
-    elif "%h" not in value:
-        yield warning(
-            "on a shared file system, processes of two nodes can have the same number and one "
-            f'file; write "{value.replace("%p", "%h.%p")}"'
-        )
-
-
-def path(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """A file that a library opens by itself, with no shell to expand its name."""
-    if value.startswith("~"):
-        yield error("nobody expands ~ here, so the file is not found; write the whole path")
-    elif not value.startswith("/") and "$" not in value:
-        yield warning(
-            "is looked for in the working directory of each rank; write the whole path, from / on"
-        )
-
-
-def dump_prefix(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """Where torch's flight recorder writes: a path to which each rank's number is added."""
-    yield from path(name, value, context)
-    if value.startswith(("/tmp/", "/dev/shm/", "/var/tmp/")):  # noqa: S108 - told of, not used
-        yield warning(
-            "lies on the node itself and is lost with it; leave it out, hpctrain puts the dump "
-            "into the run's directory"
-        )
-
-
-def library(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """A plugin's file or the end of its name."""
-    if value.startswith("~"):
-        yield from path(name, value, context)
-
-
 def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_ADDR_RANGE: a network in CIDR form."""
     try:
@@ -377,51 +237,6 @@ def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
         )
 
 
-def netdevs_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NETDEVS_POLICY: AUTO, ALL or MAX:N."""
-    if not re.fullmatch(r"MAX:[1-9]\d*", value, re.IGNORECASE):
-        yield from Words(("AUTO", "ALL", "MAX:2"), otherwise="falls back to AUTO")(
-            name, value, context
-        )
-
-
-def provider(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """FI_PROVIDER: libfabric's providers, the ones to take or, after ^, to leave out."""
-    words = re.split(r"[,;]", value.removeprefix("^"))
-    for word in words:
-        if word.strip().lower() in _PROVIDERS and word != word.strip():
-            bare = "".join(value.split())
-            yield error(f'a blank becomes part of the name; write "{bare}"')
-        elif word.startswith("^"):
-            bare = value.replace("^", "")
-            yield error(f'^ stands once, before the whole list; write "^{bare}"')
-        elif word.lower() not in _PROVIDERS:
-            yield warning(
-                f'hpctrain knows no provider "{word}", and without one libfabric finds no '
-                "network; `fi_info -l` shows what there is (cxi for Slingshot, efa for AWS)"
-            )
-
-
-def per_job(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """Variables that must differ from job to job or from node to node."""
-    yield error(f"{TABLE['per_job'][name]}; leave it out")
-
-
-def cta_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_CTA_POLICY: an old number, or words that may be joined by |."""
-    if value in {"0", "1", "2"}:
-        return
-    words = Words(("DEFAULT", "EFFICIENCY", "ZERO"), otherwise="leaves out words that it lacks")
-    for word in value.split("|"):
-        yield from words(name, word, context)
-
-
-def merge_level(name: str, value: str, context: Context) -> Iterator[Problem]:
-    """NCCL_NET_MERGE_LEVEL: how far apart two ports may be that are used as one adapter."""
-    if value != "PORT":
-        yield from level(name, value, context)
-
-
 _FIELDS = ("reader", "otherwise", "exact")
 RULES: dict[str, Rule] = {
     **{
@@ -432,26 +247,5 @@ RULES: dict[str, Rule] = {
         )
         for row in TABLE["words"]
     },
-    **dict.fromkeys(TABLE["per_job"], per_job),
-    "FI_PROVIDER": provider,
-    "NCCL_CONF_FILE": path,
-    "NCCL_CTA_POLICY": cta_policy,
-    "NCCL_DEBUG": debug_level,
-    "NCCL_DEBUG_FILE": debug_file,
-    "NCCL_DEBUG_SUBSYS": subsystems,
-    "NCCL_GRAPH_FILE": path,
-    "NCCL_IB_ADDR_FAMILY": family,
     "NCCL_IB_ADDR_RANGE": addr_range,
-    "NCCL_NET": net,
-    "NCCL_NETDEVS_POLICY": netdevs_policy,
-    "NCCL_NET_GDR_LEVEL": level,
-    "NCCL_NET_MERGE_LEVEL": merge_level,
-    "NCCL_NET_PLUGIN": net_plugin,
-    "NCCL_P2P_LEVEL": level,
-    "NCCL_PROFILER_PLUGIN": library,
-    "NCCL_SOCKET_FAMILY": family,
-    "NCCL_TOPO_FILE": path,
-    "NCCL_TUNER_PLUGIN": library,
-    "TORCH_FR_DUMP_TEMP_FILE": dump_prefix,
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump_prefix,
 }

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import replace_text
 from hpctrain.core.base.process import is_readable, own_program
 from hpctrain.ledger.run.fence import look_anew
 
@@ -200,7 +201,7 @@ def leave_file(folder: Path, name: str, nonce: str, timeout_s: float = TIMEOUT_S
     A mount that hangs is given up after `timeout_s`.
     """
     try:
-        bounded(lambda: _write(folder, name, nonce), timeout_s)
+        bounded(lambda: replace_text(folder / name, nonce, durable=True), timeout_s)
     except Unanswered as error:
         return str(error)
     return ""
@@ -260,22 +261,6 @@ class HeldLock:
             deadline = clock.monotonic() + 1.0
             while not os.waitpid(self._child, os.WNOHANG)[0] and clock.monotonic() < deadline:
                 clock.sleep(0.002)
-
-
-def _write(folder: Path, name: str, nonce: str) -> None:
-    staged = folder / f".{name}.staged"
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.write(descriptor, nonce.encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    staged.rename(folder / name)
-    parent = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
 
 
 def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float, *, listed: bool) -> list[str]:

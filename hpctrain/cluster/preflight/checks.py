@@ -42,23 +42,16 @@ LABELS = {"ports": "adapters", "shm_gib": "shm", "local": "disk", "resolves_itse
 class Expected:
     """What the site says; None and empty mean that it says nothing.
 
+    docs/site-presets.md says what the keys of [network], [expect] and [baseline] mean, whose names
+    these are.
+
     Attributes:
-        socket_ifnames: Interfaces that must be there, up, with an address.
-        hcas: Adapters that must be there and active.
         hca_prefix: Whether `hcas` are only the beginnings of names.
-        rate_gbps: Slowest rate of an adapter.
         nics: Adapters of a node.
-        link_layer: Of the adapters.
         gpus: GPUs of a node.
-        driver_min: Oldest GPU driver.
-        nvlinks: NVLink connections of a GPU.
         memlock: "unlimited" or the fewest KiB.
-        shm_gib_min: Smallest /dev/shm.
-        nccl_conf: Whether nodes have /etc/nccl.conf.
         env: The environment that ranks will have.
         baseline: Nodes to bus bandwidth, GB/s.
-        tolerance: Share of it that is still healthy.
-        size_mib: Size of the all-reduce; None for one that fits the device.
         local: Folders on the node's own disk.
     """
 
@@ -123,28 +116,25 @@ class Order:
         return Order(**{**raw, "expected": Expected(**raw["expected"])})
 
 
+_OF_EXPECT = ("driver_min", "nvlinks", "memlock", "shm_gib_min", "nccl_conf")
+
+
 def expected_of(site: Site | None, *, gpus: int, env: dict[str, str]) -> Expected:
     """What a site expects of its nodes."""
     if site is None:
         return Expected(gpus=gpus or None, env=env)
     net, expect, base = site.network, site.expect, site.baseline
     return Expected(
+        **{name: getattr(net, name) for name in ("rate_gbps", "link_layer")},
+        **{name: getattr(expect, name) for name in _OF_EXPECT},
+        **{name: getattr(base, name) for name in ("tolerance", "size_mib")},
         socket_ifnames=list(net.socket_ifnames),
         hcas=list(net.hcas),
         hca_prefix=net.hca_mode == "prefix",
-        rate_gbps=net.rate_gbps,
         nics=net.nics_per_node,
-        link_layer=net.link_layer,
         gpus=gpus or None,
-        driver_min=expect.driver_min,
-        nvlinks=expect.nvlinks,
-        memlock=expect.memlock,
-        shm_gib_min=expect.shm_gib_min,
-        nccl_conf=expect.nccl_conf,
         env=env,
         baseline=dict(base.allreduce_busbw_gbs),
-        tolerance=base.tolerance,
-        size_mib=base.size_mib,
         local=[site.storage.local] if site.storage.local.startswith("/") else [],
     )
 

@@ -15,9 +15,10 @@ import json
 import os
 import secrets
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.preflight import checks_between as between
 from hpctrain.cluster.preflight.bounded import (
@@ -297,7 +298,7 @@ def _reducing_s(order: Order) -> float:
     return LOOK_S + order.timeout_s
 
 
-class _Node:
+class _Node(AbstractContextManager["_Node"]):
     """What a node does at each station."""
 
     def __init__(self, place: NodePlace, order: Order, faults: Faults) -> None:
@@ -308,9 +309,6 @@ class _Node:
         self._folder = place.folder
         if "no-shared" in faults:
             self._folder = place.folder / "not-mounted"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._collective is not None:
@@ -360,7 +358,7 @@ class _Node:
         return self._collective.attempt(order)
 
 
-class _Judge:
+class _Judge(AbstractContextManager["_Judge"]):
     """What the first node makes of everybody's answers."""
 
     def __init__(self, place: NodePlace, order: Order, skews: dict[int, Skew]) -> None:
@@ -376,9 +374,6 @@ class _Judge:
         self.sizes: list[int] = []
         self._lock: HeldLock | None = None
         self._search: SlowNodeSearch | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import selectors
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.listener import Listener, listen
@@ -66,7 +66,7 @@ class Alone(Exception):
     """The first node cannot be reached, or has gone."""
 
 
-class Coordinator:
+class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     """The first node's end.
 
     Attributes:
@@ -89,20 +89,15 @@ class Coordinator:
             if rank not in self._peers:
                 self.missing[rank] = f"did not connect in {timeout_s:g} s"
 
-    def __enter__(self) -> Self:
-        """Nothing more: the others are there."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let all go."""
-        self.close()
-
     def skews(self, clock: Callable[[], float] = clock.now) -> dict[int, Skew]:
-        """Each other node's clock against this one's, by the midpoint of the quickest exchange.
-
-        Some are asked at a time: see `_ask_clocks`.
-        """
-        return _ask_clocks(dict(self._peers), clock, self._leave_out)
+        """Each other node's clock against this one's, by the midpoint of the quickest exchange."""
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            asked = {rank: pool.submit(_skew_of, line, clock) for rank, line in self._peers.items()}
+        skews = {rank: each.result() for rank, each in asked.items()}
+        for rank, skew in skews.items():
+            if isinstance(skew, Exception):
+                self._leave_out(rank, skew)
+        return {rank: skew for rank, skew in skews.items() if isinstance(skew, Skew)}
 
     def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
         """What `decide` makes of all nodes' values, which every node gets.
@@ -143,13 +138,13 @@ class Coordinator:
         silent = isinstance(error, TimeoutError)
         self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let all go."""
         for line in self._peers.values():
             line.close()
 
 
-class Peer:
+class Peer(contextlib.AbstractContextManager["Peer"]):
     """Any other node's end."""
 
     def __init__(self, rank: int, address: str, port: int, key: str, timeout_s: float) -> None:
@@ -168,14 +163,6 @@ class Peer:
                 raise Alone(f"{address} port {port} {line_or_why}")
             clock.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_RETRY_S)
-
-    def __enter__(self) -> Self:
-        """Nothing more: the first node is there."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave."""
-        self.close()
 
     def agree(self, own: Any, timeout_s: float) -> Any:
         """The first node's answer to everybody's values; see `Coordinator.agree`.
@@ -205,7 +192,7 @@ class Peer:
         except OSError as error:
             raise Alone(f"the first node is not heard any more: {error}") from None
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave."""
         self._line.close()
 
@@ -269,10 +256,6 @@ class Connection:
             raise UnauthenticatedPeer("somebody else has spoken in its place") from None
         self._heard += 1
         return value
-
-    def fileno(self) -> int:
-        """For a selector. What the other end says next has not been read: it speaks when asked."""
-        return self._connection.fileno()
 
     def close(self) -> None:
         """Leave."""
@@ -417,93 +400,16 @@ class Skew:
     bound_s: float
 
 
-@dataclass(frozen=True)
-class _Ping:
-    """A question that is not answered yet.
-
-    `began` is by the clock that is compared, `mark` the same moment on the monotonic clock; `left`
-    questions follow.
-    """
-
-    began: float
-    mark: float
-    left: int
-
-
-def _ask_clocks(
-    peers: Mapping[int, Connection],
-    clock: Callable[[], float],
-    leave_out: Callable[[int, Exception], None],
-) -> dict[int, Skew]:
-    """Each node's clock against this one's, by the midpoint of the quickest of its exchanges."""
-    with _Asking(peers, clock, leave_out) as asking:
-        return asking.all()
-
-
-class _Asking:
-    """Who is asked now, and what the others have said."""
-
-    def __init__(
-        self,
-        peers: Mapping[int, Connection],
-        clock: Callable[[], float],
-        leave_out: Callable[[int, Exception], None],
-    ) -> None:
-        self._peers = peers
-        self._clock = clock
-        self._leave_out = leave_out
-        self._selector = selectors.DefaultSelector()
-        self._asked: dict[int, _Ping] = {}
-        self._skews: dict[int, Skew] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._selector.close()
-
-    def all(self) -> dict[int, Skew]:
-        waiting = list(self._peers)[::-1]
-        while waiting or self._asked:
-            while waiting and len(self._asked) < ASKED_AT_ONCE:
-                rank = waiting.pop()
-                self._selector.register(self._peers[rank], selectors.EVENT_READ, rank)
-                self._ask(rank, PINGS - 1)
-            oldest = min((ping.mark for ping in self._asked.values()), default=0.0)
-            for key, _ in self._selector.select(max(oldest + ANSWER_S - clock.monotonic(), 0.0)):
-                self._hear(key.data)
-            self._give_up()
-        return self._skews
-
-    def _ask(self, rank: int, left: int) -> None:
-        self._asked[rank] = _Ping(self._clock(), clock.monotonic(), left)
-        try:
-            self._peers[rank].send({"ask": "clock"})
-        except OSError as error:
-            self._finish(rank, error)
-
-    def _hear(self, rank: int) -> None:
-        ping = self._asked[rank]
-        try:
-            answer = float(self._peers[rank].hear(ANSWER_S))
-        except (OSError, ValueError, TypeError) as error:
-            self._finish(rank, error)
-            return
-        half = (clock.monotonic() - ping.mark) / 2
-        skew = Skew(round(answer - (ping.began + half), 6), round(half, 6))
-        self._skews[rank] = min(self._skews.get(rank, skew), skew, key=lambda one: one.bound_s)
-        if ping.left:
-            self._ask(rank, ping.left - 1)
-        else:
-            self._finish(rank)
-
-    def _give_up(self) -> None:
-        now = clock.monotonic()
-        for rank in [rank for rank, ping in self._asked.items() if now >= ping.mark + ANSWER_S]:
-            self._finish(rank, TimeoutError())
-
-    def _finish(self, rank: int, error: Exception | None = None) -> None:
-        self._selector.unregister(self._peers[rank])
-        del self._asked[rank]
-        if error is not None:
-            self._leave_out(rank, error)
+def _skew_of(line: Connection, time_here: Callable[[], float]) -> Skew | Exception:
+    """A node's clock against this one's, by the quickest of its exchanges; or why there is none."""
+    skews = []
+    try:
+        for _ in range(PINGS):
+            began, mark = time_here(), clock.monotonic()
+            line.send({"ask": "clock"})
+            answer = float(line.hear(ANSWER_S))
+            half = (clock.monotonic() - mark) / 2
+            skews.append(Skew(round(answer - (began + half), 6), round(half, 6)))
+    except (OSError, ValueError, TypeError) as error:
+        return error
+    return min(skews, key=lambda one: one.bound_s)

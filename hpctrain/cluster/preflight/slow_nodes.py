@@ -75,7 +75,6 @@ class SearchResult:
         whole: Bandwidth of all nodes together, GB/s; None where that failed.
         whole_slow: All together were slow, twice; with nobody bad the fault lies between them.
         compared: Whether there was anything to hold the measurements against.
-        rounds: How many rounds it took.
     """
 
     bad: list[str]
@@ -83,7 +82,6 @@ class SearchResult:
     whole: float | None
     whole_slow: bool
     compared: bool
-    rounds: int
 
 
 def search(nodes: Sequence[str], limits: Limits) -> Generator[list[Group], Results, SearchResult]:
@@ -91,8 +89,7 @@ def search(nodes: Sequence[str], limits: Limits) -> Generator[list[Group], Resul
 
     Names exactly the bad ones where they are fewer than half of the nodes, and three nodes or more.
     """
-    state = _SearchState(list(nodes), limits)
-    return state.run()
+    return _SearchState(list(nodes), limits).run()
 
 
 class SlowNodeSearch:
@@ -175,7 +172,6 @@ class _SearchState:
         self._strikes: dict[str, set[str]] = {}
         self._bad: list[str] = []
         self._best_pair = 0.0
-        self._rounds = 0
 
     def run(self) -> Generator[list[Group], Results, SearchResult]:
         whole = tuple(self._nodes)
@@ -183,13 +179,11 @@ class _SearchState:
         baseline = self._limits.floor(len(whole)) is not None
         if len(whole) == 1:
             bad = list(whole) if slow else []
-            return SearchResult(bad, [], value, slow, baseline or slow, self._rounds)
+            return SearchResult(bad, [], value, slow, baseline or slow)
         if len(whole) == PAIR:
-            return SearchResult(
-                [], list(whole) if slow else [], value, slow, baseline, self._rounds
-            )
+            return SearchResult([], list(whole) if slow else [], value, slow, baseline)
         if baseline and not slow:
-            return SearchResult([], [], value, slow, compared=True, rounds=self._rounds)
+            return SearchResult([], [], value, slow, compared=True)
         if baseline or value is None:
             yield from self._halves(whole)
         else:
@@ -203,7 +197,7 @@ class _SearchState:
         if PAIR * len(bad) >= len(self._nodes):
             bad = []  # with most of them slow it is the yardstick that is wrong
         left = [n for n in self._nodes if n not in self._good and n not in bad]
-        return SearchResult(bad, left, value, slow, compared=True, rounds=self._rounds)
+        return SearchResult(bad, left, value, slow, compared=True)
 
     def _whole(self, whole: Group) -> Generator[list[Group], Results, tuple[float | None, bool]]:
         results = yield from self._try([whole])
@@ -284,7 +278,6 @@ class _SearchState:
         return slow
 
     def _try(self, groups: list[Group]) -> Generator[list[Group], Results, Results]:
-        self._rounds += 1
         results = yield groups
         pairs = [v for group, v in results.items() if len(group) == PAIR and v is not None]
         self._best_pair = max([self._best_pair, *pairs])

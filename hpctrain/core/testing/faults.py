@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hpctrain.core.testing.points import Reached
 
+    Reader = Callable[[str], object]
 
 log = logging.getLogger("hpctrain.testing")
 
@@ -89,7 +90,7 @@ class Action(NamedTuple):
 
     meaning: str
     do: Callable[[Fault, Reached], None]
-    keys: Mapping[str, Callable[[str], object]]
+    keys: Mapping[str, Reader]
     always: bool = False
     required: str | None = None
 
@@ -296,7 +297,7 @@ def _read(item: str, place: str) -> Fault:
 
 
 def _values(
-    name: str, pairs: Iterable[str], readers: Mapping[str, Callable[[str], object]], place: str
+    name: str, pairs: Iterable[str], readers: Mapping[str, Reader], place: str
 ) -> dict[str, Any]:
     """Read `key=value` pairs of an action."""
     values: dict[str, Any] = {}
@@ -323,35 +324,22 @@ def _known(kind: str, name: str, choices: Iterable[str], place: str) -> str:
     raise UsageError(f"{place}: {name!r} is no {kind}; {hint}")
 
 
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise ValueError("a whole number from 0")
-    return int(text)
+def _reader(pattern: str, what: str, to: Callable[[str], object] = float) -> Reader:
+    """Return what reads a text that fits the pattern; another one is not `what`."""
+
+    def read(text: str) -> object:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(what)
+        return to(text)
+
+    return read
 
 
-def _from_one(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ValueError("a whole number from 1")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
-        raise ValueError("a number of seconds")
-    return float(text)
-
-
-def _share(text: str) -> float:
-    if not re.fullmatch(r"0+(\.[0-9]*)?|\.[0-9]+", text):
-        raise ValueError("a fraction from 0 to below 1")
-    return float(text)
+_whole = _reader(r"[0-9]+", "a whole number from 0", int)
+_from_one = _reader(r"0*[1-9][0-9]*", "a whole number from 1", int)
+_number = _reader(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", "a number")
+_seconds = _reader(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", "a number of seconds")
+_share = _reader(r"0+(\.[0-9]*)?|\.[0-9]+", "a fraction from 0 to below 1")
 
 
 def _error(text: str) -> int:
@@ -368,7 +356,7 @@ def _marker(text: str) -> Path:
     return path
 
 
-COMMON: dict[str, Callable[[str], object]] = {
+COMMON: dict[str, Reader] = {
     "rank": _whole,
     "step": _whole,
     "attempt": _whole,
@@ -402,7 +390,7 @@ ACTIONS = {
 # HPCTRAIN_NODE_FAULTS makes a preflight see on one node what is not there, so that what it does
 # about it can be tried on machines that are well. docs/preflight.md is the user's page.
 
-NODE_ACTIONS: dict[str, tuple[str, Mapping[str, Callable[[str], object]]]] = {
+NODE_ACTIONS: dict[str, tuple[str, Mapping[str, Reader]]] = {
     "no-interface": ("one network interface is not there", {"name": str}),
     "interface-down": ("one network interface is there and down", {"name": str}),
     "no-shared": ("the shared directory is not mounted", {}),

@@ -95,15 +95,13 @@ def test_ways_that_train_less_are_compared_and_not_shown_else(config, capsys):
     assert main(["plan", config, *ASKED, "--compare"]) == 0
     text = capsys.readouterr().out
     assert "trains adapters alone: ask for it with --lora 16" in text
-    assert "memory only: hpctrain trains no quantised weights" in text
     assert main(["plan", config, *ASKED, "--lora", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["chosen"] == "lora-ddp"
     assert {row["lora_rank"] for row in plan["rows"]} == {8}
     theirs = [row for row in plan["rows"] if not row["trained_by_hpctrain"]]
-    assert theirs[0]["strategy"] == "qlora-ddp+recompute"
     assert "lora-ddp+recompute+bf16" in [row["strategy"] for row in theirs]
-    assert {row["other_engine"] is None for row in theirs[1:]} == {False}
+    assert {row["other_engine"] is None for row in theirs} == {False}
     assert plan["checkpoint"]["bytes"] == 12 * 32 * 8 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
 
 
@@ -146,15 +144,6 @@ def test_what_rests_on_a_host_of_unknown_size_is_said(config, capsys):
     assert "FSDP2 x16, recompute, offload" in said.out
     assert "TP 8 x FSDP2 2, recompute" in said.out, "those that come before it, all of them"
     assert "each node's own memory has to hold 54 GB of state" in said.out + said.err
-
-
-def test_files_that_others_have_no_words_for_are_said_to_be_missing(config, tmp_path, capsys):
-    command = ["plan", config, *ASKED, "--global-batch", "128", "--strategy", "pp2"]
-    assert main([*command, "-o", str(tmp_path / "out")]) == 0
-
-    said = capsys.readouterr()
-    assert "no accelerate.yaml: accelerate knows no pipelines" in said.out + said.err
-    assert not (tmp_path / "out" / "accelerate.yaml").exists()
 
 
 def test_the_budget_is_told_in_gpu_hours_and_jobs(config, capsys):
@@ -207,10 +196,11 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
     folder = tmp_path / "out" / "plan"
     assert main(["plan", config, *ASKED, "-o", str(folder)]) == 0
 
-    names = {path.name for path in folder.iterdir()}
-    assert {"plan.json", "hpctrain.toml", "launch.sh", "train.sbatch", "accelerate.yaml"} <= names
-    assert f"wrote {folder}" in capsys.readouterr().out
-    assert (folder / "launch.sh").stat().st_mode & 0o100
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "hpctrain.toml"}
+    assert f"wrote {folder}: plan.json hpctrain.toml" in capsys.readouterr().out
+    plan = json.loads((folder / "plan.json").read_text())
+    (row,) = [row for row in plan["rows"] if row["strategy"] == plan["chosen"]]
+    assert row["peak_bytes"] == sum(row["parts"].values())
 
 
 @pytest.mark.parametrize(
@@ -226,7 +216,6 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
         (["CONFIG", *ASKED, "--layers", "3"], 2, "--layers goes without MODEL"),
         (["CONFIG", *ASKED, "--strategy", "x"], 2, "--strategy x: there is none here"),
         (["CONFIG", *ASKED, "--lora", "0"], 2, "0 is not in the range"),
-        (["CONFIG", *ASKED, "--lora", "8", "--strategy", "qlora-ddp+recompute"], 2, "no quantised"),
         (["CONFIG", *ASKED, "--time", "soon"], 2, "--time 'soon' is no time limit"),
         (["CONFIG", "--gpu-mem", "1"], 3, "hpctrain's engines fits 1 GB on 1 GPU; the nearest is"),
         (["CONFIG", *ASKED, "--site", "nowhere"], 4, "nowhere"),

@@ -110,17 +110,17 @@ BAD = [
     ("NCCL_IB_DISABLE", "true", 'knows no words here and reads 0, without a message; write "1"'),
     ("NCCL_CROSS_NIC", "010", 'takes the leading 0 for octal and reads 8; write "10"'),
     ("NCCL_IB_RETRY_CNT", "1abc", "reads 1 and drops 'abc', without a message; write 0 to 7"),
-    ("NCCL_SOCKET_IFNAME", "=eth0,=eth1", '"=eth1" fits no interface; write "=eth0,eth1"'),
-    ("NCCL_SOCKET_IFNAME", "=^eth0", r'\^ comes before =; write "\^=eth0"'),
-    ("NCCL_SOCKET_IFNAME", "eth0, eth1", 'a blank becomes part of the name.*write "eth0,eth1"'),
+    ("NCCL_SOCKET_IFNAME", "=eth0,=eth1", 'a name with its own fits none; write e.g. "=eth0,eth1"'),
+    ("NCCL_SOCKET_IFNAME", "=^eth0", r'\^ comes before =; write e.g. "\^=eth0"'),
+    ("NCCL_SOCKET_IFNAME", "eth0, eth1", 'a blank becomes part of the name.*e.g. "eth0,eth1"'),
     ("NCCL_SOCKET_IFNAME", "e", "ignores a value of one character"),
     ("NCCL_SOCKET_FAMILY", "ipv4", 'ignores it without a message.*write "AF_INET"'),
     ("NCCL_IB_HCA", "hsn0", "a network interface, not an adapter, so NCCL finds no InfiniBand"),
     ("NCCL_IB_TIMEOUT", "120", r"no meaning for 120 \(it is an exponent, not seconds.*1 to 31"),
-    ("NCCL_NET_GDR_LEVEL", "phb", 'compares upper case letter by letter.*write "PHB"'),
+    ("NCCL_NET_GDR_LEVEL", "phb", "compares upper case letter by letter.*write LOC, PIX, PXB, PHB"),
     ("NCCL_NET", "'AWS Libfabric'", "the quotes are part of the value.*write AWS Libfabric"),
-    ("NCCL_ALGO", "Rings", 'stops at "Rings" since 2.24 and ignored it before; write Ring'),
-    ("GLOO_SOCKET_IFNAME", "=ib0", 'looks for an interface named "=ib0" and stops.*write "ib0"'),
+    ("NCCL_ALGO", "Rings", "stops at it since 2.24, and ignored it before; write Ring"),
+    ("GLOO_SOCKET_IFNAME", "=ib0", 'looks for an interface whose name.* and stops.*e.g. "ib0"'),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "4", "torch has no meaning for 4; write 0, 1, 2 or 3"),
 ]
 MORE_BAD = [
@@ -141,18 +141,19 @@ MORE_BAD = [
     ("NCCL_CUMEM_ENABLE", "2", "-2 leaves it to NCCL.*; write -2, 0 or 1"),
     ("NCCL_CTA_POLICY", "fast", "leaves out words that it lacks.*; write .*EFFICIENCY"),
     ("NCCL_NET_MERGE_LEVEL", "foo", "write"),
+    ("NCCL_P2P_LEVEL", "PORT", "is for NCCL_NET_MERGE_LEVEL"),
     ("NCCL_NVLS_ENABLE", "3", "write 0, 1 or 2"),
     ("NCCL_SOCKET_NTHREADS", "32", "write 1 to 16"),
-    ("NCCL_SOCKET_IFNAME", "eth*", 'takes "eth\\*" literally.*a beginning is enough: "eth"'),
-    ("NCCL_SOCKET_IFNAME", "10.1.0.0/16", "is an address; NCCL compares names of interfaces"),
-    ("NCCL_SOCKET_IFNAME", "eth0:1", 'drops what follows the colon in "eth0:1"; write "eth0"'),
-    ("NCCL_SOCKET_IFNAME", "verylongifname01", "has 16 characters and no interface has more"),
+    ("NCCL_SOCKET_IFNAME", "eth*", 'literally.*a beginning is enough, e.g. "eth"'),
+    ("NCCL_SOCKET_IFNAME", "10.1.0.0/16", "has an address; NCCL compares names of interfaces"),
+    ("NCCL_SOCKET_IFNAME", "eth0:1", 'drops what follows the colon of a name; write e.g. "eth0"'),
+    ("NCCL_SOCKET_IFNAME", "verylongifname01", "has more than 15 characters"),
     ("NCCL_SOCKET_IFNAME", "^=", "names no interface"),
-    ("NCCL_SOCKET_IFNAME", "^docker,^lo", '"\\^lo" fits no interface; write "\\^=docker,lo"'),
+    ("NCCL_SOCKET_IFNAME", "^docker,^lo", 'with its own fits none; write .* "\\^=docker,lo"'),
     ("NCCL_SOCKET_IFNAME", ",".join(f"e{n}" for n in range(17)), "reads 16 names and drops the"),
     ("NCCL_SOCKET_IFNAME", "lo", "ranks of several nodes never meet"),
     ("NCCL_SOCKET_FAMILY", "af_inet6", 'write "AF_INET6", in upper case'),
-    ("NCCL_IB_HCA", "=mlx5_0,=mlx5_1", 'write "=mlx5_0,mlx5_1"'),
+    ("NCCL_IB_HCA", "=mlx5_0,=mlx5_1", "one = hold for the whole list"),
     ("NCCL_IB_HCA", "=mlx5_0:one", "reads .* as adapter:port:rail:plane, each a number"),
     ("NCCL_IB_HCA", "=" + ",".join(f"m_{n}" for n in range(33)), "reads 32 adapters and drops"),
     ("NCCL_IB_HCA", "enp0s12", "a network interface, not an adapter"),
@@ -161,18 +162,23 @@ MORE_BAD = [
     ("NCCL_IB_ADDR_RANGE", "10.0.0.0/64", "is no address and length, so NCCL ignores it"),
     ("NCCL_NET", "infiniband", 'no network calls itself so, and NCCL stops.*write "IB"'),
     ("NCCL_NET", "tcp", 'write "Socket"'),
+    ("NCCL_NET", "slingshot", 'write "AWS Libfabric"'),
     ("NCCL_NET", " OFI", 'the blank around it is part of the value; write "OFI"'),
     ("NCCL_NET_PLUGIN", "IB", "looks for a library libnccl-net-IB.so; a network is chosen by"),
-    ("NCCL_NET_GDR_LEVEL", "PCI", "ignores it without a message.*write LOC, PIX, PXB, PHB or SYS"),
-    ("NCCL_ALGO", "Ring,^Tree", '\\^ stands once, before the whole list: write "\\^Ring,Tree"'),
-    ("NCCL_ALGO", "Ring, Tree", 'the blank is part of the word: write "Ring,Tree"'),
-    ("NCCL_ALGO", "Ring,", "that is an empty word: take the comma away"),
-    ("NCCL_ALGO", "Collnet", "write CollNetDirect"),
-    ("NCCL_ALGO", "alltoall:Ring", 'stops at "alltoall", which is no function; there are'),
-    ("NCCL_ALGO", "Ring;Tree", "every part but the first must name its function"),
-    ("NCCL_PROTO", "LL64", "NCCL stops at .LL64."),
+    (
+        "NCCL_NET_GDR_LEVEL",
+        "PCI",
+        "ignores this without a message.*write LOC, PIX, PXB, PHB or SYS",
+    ),
+    ("NCCL_ALGO", "Ring,^Tree", "stops at it since 2.24.*after one \\^ to leave them out"),
+    ("NCCL_ALGO", "Ring, Tree", "stops at it since 2.24.*without blanks"),
+    ("NCCL_ALGO", "Ring,", "stops at it since 2.24"),
+    ("NCCL_ALGO", "Collnet", "write .*CollNetDirect"),
+    ("NCCL_ALGO", "alltoall:Ring", "more lists after ; begin with Broadcast"),
+    ("NCCL_ALGO", "Ring;Tree", "more lists after ; begin with Broadcast"),
+    ("NCCL_PROTO", "LL64", "NCCL stops at it .*; write LL, LL128 or Simple"),
     ("NCCL_DEBUG", "DEBUG", "ignores the value without a message; write VERSION, WARN"),
-    ("NCCL_DEBUG_SUBSYS", "INIT,NETWORK", 'does not know the subsystem "NETWORK"'),
+    ("NCCL_DEBUG_SUBSYS", "INIT,NETWORK", "does not know a subsystem here; write, between commas"),
     ("NCCL_DEBUG_FILE", "/scratch/nccl.log", r'overwrite each other.*write "/scratch/nccl.log.%h'),
     ("NCCL_DEBUG_FILE", "~/nccl.%h.%p", "nobody expands ~ here"),
     ("NCCL_TOPO_FILE", "$HOME/topo.xml", r"nobody expands \$HOME here: ranks see this very text"),
@@ -181,15 +187,15 @@ MORE_BAD = [
     ("NCCL_COMM_ID", "10.0.0.1:5000", "every job here would meet at this one address"),
     ("NCCL_HOSTID", "node", "every node would count as the same host"),
     ("NCCL_CROSS_NIC", "", "is empty, which is no value.*name the variable in env.unset"),
-    ("GLOO_SOCKET_IFNAME", "hsn", 'takes whole names and "hsn" is the beginning.*write.*"hsn0"'),
+    ("GLOO_SOCKET_IFNAME", "hsn", 'takes whole names, and a beginning.*write.*"hsn0"'),
     ("GLOO_SOCKET_IFNAME", "^docker", "Gloo cannot leave interfaces out"),
-    ("GLOO_SOCKET_IFNAME", "eth0, eth1", 'blanks and empty ones too.*write "eth0,eth1"'),
-    ("GLOO_SOCKET_IFNAME", "eth*", 'takes "eth\\*" literally and finds none'),
+    ("GLOO_SOCKET_IFNAME", "eth0, eth1", 'blanks and empty ones too.*write e.g. "eth0,eth1"'),
+    ("GLOO_SOCKET_IFNAME", "eth*", "literally and finds none"),
     ("GLOO_SOCKET_IFNAME", "lo", "ranks of several nodes never meet"),
-    ("GLOO_SOCKET_IFNAME", "verylongifname01", "has 16 characters and no interface has more"),
+    ("GLOO_SOCKET_IFNAME", "verylongifname01", "has more than 15 characters"),
     ("NCCL_IB_HCA", "=" + "m" * 64, "cuts names after 63 characters"),
     ("NCCL_TUNER_PLUGIN", "~/libtuner.so", "nobody expands ~ here"),
-    ("FI_PROVIDER", "cxi,^tcp", 'before the whole list; write "\\^cxi,tcp"'),
+    ("FI_PROVIDER", "cxi,^tcp", 'before the whole list; write e.g. "\\^cxi,tcp"'),
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", "on", 'torch stops the program: it takes 1.*write "1"'),
     ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0", "write 1 or more"),
     ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "10min", "torch reads 10 and drops the rest"),
@@ -198,7 +204,11 @@ MORE_BAD = [
     ("TORCH_FR_BUFFER_SIZE", "many", "torch stops the program: this is no number"),
     ("TORCH_FR_DUMP_TEMP_FILE", "~/fr_", "nobody expands ~ here"),
     ("TORCH_DISTRIBUTED_DEBUG", "FULL", "torch stops at other words; write OFF, INFO or DETAIL"),
-    ("FI_PROVIDER", "cxi, tcp", 'a blank becomes part of the name; write "cxi,tcp"'),
+    (
+        "FI_PROVIDER",
+        "cxi, tcp",
+        'a blank becomes part of the name; write it without, e.g. "cxi,tcp"',
+    ),
     ("FI_MR_CACHE_MONITOR", "Memhooks", 'keeps its default, since case counts; write "memhooks"'),
     ("FI_CXI_RX_MATCH_MODE", "soft", "takes hardware; write hardware, software or hybrid"),
     ("FI_CXI_RDZV_PROTO", "altread", "keeps its default; write default or alt_read"),
@@ -225,20 +235,23 @@ DOUBTFUL = [
     ("NCCL_ASYNC_ERROR_HANDLING", "3", "use TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     ("NCCLDEBUG", "INFO", "nothing reads this name; did you mean NCCL_DEBUG?"),
     ("FI_CXI_OVFLOW_BUF_SIZE", "8388608", "did you mean FI_CXI_OFLOW_BUF_SIZE?"),
-    ("NCCL_NET_GDR_LEVEL", "3", 'is the old numbering.*write "PHB"'),
+    ("NCCL_NET_GDR_LEVEL", "3", "is the old numbering.*PHB for 3"),
     ("NCCL_NET_GDR_LEVEL", "NVB", "NCCL's own and not in its guide; write one of LOC"),
-    ("NCCL_NET_GDR_LEVEL", "9", 'write "SYS"'),
-    ("NCCL_SOCKET_IFNAME", "eth0,,eth1", 'has an empty entry; write "eth0,eth1"'),
-    ("NCCL_ALGO", "Tree", 'Ring is not taken by itself.*write "Tree,Ring"'),
+    ("NCCL_NET_GDR_LEVEL", "9", "SYS for more"),
+    ("NCCL_NET_GDR_LEVEL", "NVL", "is for NCCL_P2P_LEVEL; write one of LOC"),
+    ("NCCL_SOCKET_IFNAME", "eth0,,eth1", "has an empty entry"),
+    ("NCCL_ALGO", "Tree", 'Ring is not taken by itself.*e.g. "Tree,Ring"'),
     ("NCCL_PROTO", "LL128", "data come out wrong"),
     ("NCCL_SET_THREAD_NAME", "true", 'knows words here since 2.30 and reads 0 before; write "1"'),
     ("NCCL_DEBUG_FILE", "/scratch/nccl.%p", "processes of two nodes can have the same number"),
     ("NCCL_TOPO_FILE", "topo.xml", "is looked for in the working directory of each rank"),
     ("NCCL_NET", "Omni", "needs a network of exactly this name and stops without one"),
     ("TORCH_FR_DUMP_TEMP_FILE", "/dev/shm/fr_", "lies on the node itself and is lost"),  # noqa: S108
-    ("FI_PROVIDER", "gni", 'hpctrain knows no provider "gni"'),
+    ("FI_PROVIDER", "gni", "hpctrain knows no provider of a name here"),
     ("PYTORCH_ALLOC_CONF", "zero_copy:1", 'hpctrain knows no option "zero_copy"'),
     ("LD_LIBRARY_PATH", "/opt/lib", "takes the place of the libraries that modules"),
+    ("PATH", "/opt/bin", "takes the place of the programs that modules"),
+    ("PYTHONPATH", "/opt/own", "takes the place of the packages that modules"),
     ("SLURM_MPI_TYPE", "pmix", "reaches the ranks only, after srun has read its own"),
 ]
 REASON = [
@@ -341,12 +354,17 @@ TOGETHER = [
         "turns off the only algorithms named",
     ),
     ({"NCCL_P2P_LEVEL": "NVL", "NCCL_P2P_DISABLE": "1"}, ANYWHERE, WARNING, "wins over it"),
-    ({"NCCL_DEBUG_FILE": "/x/%h.%p"}, ANYWHERE, WARNING, "does nothing with no NCCL_DEBUG"),
+    (
+        {"NCCL_DEBUG_FILE": "/x/%h.%p"},
+        ANYWHERE,
+        WARNING,
+        "writes nothing there without NCCL_DEBUG; write",
+    ),
     (
         {"NCCL_DEBUG_SUBSYS": "NET", "NCCL_DEBUG": "WARN"},
         ANYWHERE,
         WARNING,
-        'does nothing with NCCL_DEBUG=WARN; write NCCL_DEBUG = "INFO"',
+        'on NCCL_DEBUG=INFO and more only; write NCCL_DEBUG = "INFO"',
     ),
     ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ANYWHERE, WARNING, 'writes no dump; write "3"'),
     (
@@ -356,6 +374,15 @@ TOGETHER = [
         "leaves out all adapters, those of NCCL_IB_HCA too",
     ),
     ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ANYWHERE, WARNING, "hangs for ever"),
+    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, ANYWHERE, WARNING, "lives on without its"),
+    (
+        {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
+        ANYWHERE,
+        WARNING,
+        "there is nothing to dump",
+    ),
+    ({"NCCL_FASTRAK_IFNAME": "enp6s0"}, KIND["ib"], WARNING, "only on gpudirect-tcp; leave"),
+    ({"NCCL_SOCKET_NTHREADS": "4"}, KIND["ib"], WARNING, "only on gpudirect-tcp and tcp"),
     (
         {"TORCH_NCCL_TRACE_BUFFER_SIZE": "100", "TORCH_FR_BUFFER_SIZE": "2000"},
         ANYWHERE,
@@ -403,6 +430,8 @@ def test_what_variables_mean_together_is_told_at_the_first_of_them(env, context,
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "0"}, ANYWHERE),
         ({"FI_EFA_USE_DEVICE_RDMA": "1"}, Context(kind="efa", old_plugin=True)),
         ({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "NET"}, ANYWHERE),
+        ({"NCCL_P2P_LEVEL": "NVL", "NCCL_P2P_DISABLE": "0"}, ANYWHERE),
+        ({"NCCL_IB_DISABLE": "0x0"}, KIND["ib"]),
     ],
 )
 def test_variables_that_go_together_are_left_in_peace(env, context):
@@ -457,6 +486,15 @@ def test_lists_for_functions_are_refused_for_a_nccl_that_cannot_read_them():
 
     assert "that came with 2.24" in messages("NCCL_ALGO", "AllReduce:Tree", ERROR, old)[0]
     assert messages("NCCL_ALGO", "AllReduce:Tree", ERROR, new) == []
+    for value in ("Simple,LL128", "AllReduce:LL128", "Simple;Reduce:ll128,LL"):
+        assert "data come out wrong" in messages("NCCL_PROTO", value, WARNING)[0]
+    for value in ("^LL128", "Simple;AllReduce:^LL,LL128", "AllReduce:^LL128", "LL;Reduce:Simple"):
+        assert messages("NCCL_PROTO", value, WARNING) + messages("NCCL_PROTO", value, ERROR) == []
+
+
+def test_an_index_that_an_older_nccl_needs_is_left_in_peace():
+    assert messages("NCCL_IB_GID_INDEX", "3", DEBUG, Context(nccl="2.20.5")) == []
+    assert messages("NCCL_IB_GID_INDEX", "-1", DEBUG, Context(nccl="2.27")) == []
 
 
 def test_errors_come_first_and_names_without_problems_are_left_out():
@@ -527,7 +565,9 @@ def test_no_name_is_listed_twice():
     assert len(WORD_ROWS) == len({row["name"] for row in WORD_ROWS})
 
 
-_READ = sorted({*rules._RULES, *RANGES, "NCCL_IB_GID_INDEX", "NCCL_IB_SPLIT_DATA_ON_QPS"})
+ROWS = [*names.TABLE["alone"], *names.TABLE["together"]]
+_NAMED = {one for one in names.NCCL | names.TORCH for row in ROWS if re.fullmatch(row["name"], one)}
+_READ = sorted({*rules._RULES, *RANGES, *_NAMED})
 
 
 @settings(max_examples=150)
@@ -583,3 +623,17 @@ def test_a_beginning_is_told_of_where_the_node_has_an_adapter_that_it_takes_too(
     assert problem.level == WARNING
     assert '"mlx5_1" takes mlx5_10 too; write "=mlx5_1"' in problem.message
     assert check_variable("NCCL_IB_HCA", "mlx5_1", Context(hcas=frozenset({"mlx5_1"}))) == []
+
+
+def test_each_row_has_an_example_above():
+    single = [({name: value}, ANYWHERE) for name, value, _ in BAD + MORE_BAD + DOUBTFUL + REASON]
+    single += [({"NCCL_ALGO": "AllReduce:Tree"}, Context(nccl="2.23.4"))]
+    shown = [*single, *((env, context) for env, context, *_ in TOGETHER)]
+
+    missing = [
+        row["message"]
+        for row in ROWS
+        if not any(rules._fits(row, name, env, context) for env, context in shown for name in env)
+    ]
+
+    assert missing == []

@@ -251,7 +251,6 @@ def test_locks_that_hold_on_some_nodes_only_are_told():
 def verdict(**changes):
     base = {
         "bad": [], "suspects": [], "whole": 40.0, "whole_slow": False, "compared": True,
-        "rounds": 1,
     }  # fmt: skip
     return SearchResult(**(base | changes))
 

@@ -212,5 +212,7 @@ def test_a_directory_that_is_not_there_or_hangs_is_told_and_waits_for_nobody(tmp
     assert "No such file" in exchanges.leave_file(gone, "n1", "a")
     assert exchanges.unseen_files(gone, {"n1": "a"}, wait_s=0.0) == ["n1"]
     assert exchanges.try_lock(gone) == "unknown"
-    monkeypatch.setattr(exchanges, "_write", lambda *_: threading.Event().wait())  # for ever
+    monkeypatch.setattr(
+        exchanges, "replace_text", lambda *_, **__: threading.Event().wait()
+    )  # for ever
     assert exchanges.leave_file(Path("/"), "n1", "a", 0.05) == "no answer in 0.05 s"

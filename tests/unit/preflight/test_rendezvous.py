@@ -91,7 +91,7 @@ def test_a_node_that_falls_silent_is_named_and_left_out(port, nodes):
 
 
 def test_a_node_that_dies_is_named(port, nodes):
-    gone = nodes.submit(lambda: member(1, port).close())
+    gone = nodes.submit(lambda: member(1, port).__exit__())
     with Coordinator(2, port, KEY, PATIENCE_S) as host:
         gone.result()
         host.agree("first", dict, PATIENCE_S)
@@ -325,6 +325,25 @@ def test_a_clock_is_measured_within_its_bound(port, nodes, ahead):
     done.result()
 
     assert abs(skew.offset_s - ahead) <= skew.bound_s + 1e-3
+
+
+def test_the_quickest_answer_tells_the_time_best(port, nodes):
+    pauses = iter([0.4, 0.4])
+
+    def clock_of_a_busy_node():
+        threading.Event().wait(next(pauses, 0.0))
+        return time.time()
+
+    def other():
+        with member(1, port) as one:
+            one.serve_time(clock_of_a_busy_node)
+
+    done = nodes.submit(other)
+    with Coordinator(2, port, KEY, PATIENCE_S) as host:
+        skew = host.skews()[1]
+    done.result()
+
+    assert skew.bound_s < 0.2
 
 
 def test_a_first_node_that_is_not_there_is_told(port):

@@ -47,7 +47,7 @@ def test_beyond_that_matrices_are_cut_over_the_gpus_of_a_node():
     asked = ask(**large)
     ours = [row for row in choice.rows_of(asked) if row.peak and not row.way.elsewhere]
     needed = {row.way.key: row.peak.needed for row in ours}
-    apart = ("tp", "pp", "lora", "qlora")
+    apart = ("tp", "pp", "lora")
     sharded = min(
         needed[key] for key in needed if not key.startswith(apart) and "offload" not in key
     )
@@ -70,7 +70,7 @@ def test_recomputation_comes_before_matrices_are_cut_and_after_sharding():
 
     order = ["single", "ddp", "fsdp2-no-reshard", "zero1", "zero2", "fsdp2", "zero3", "hsdp"]
     order += ["ddp+recompute", "fsdp2+recompute+offload", "zero3+recompute+offload"]
-    order += ["tp2", "tp2+recompute", "pp2", "pp2+recompute", "lora-ddp", "qlora-ddp+recompute"]
+    order += ["tp2", "tp2+recompute", "pp2", "pp2+recompute", "lora-ddp"]
     assert [key for key in keys if key in order] == order
     assert taken(ask(gb=15)) == "fsdp2+recompute"
 
@@ -162,17 +162,13 @@ def test_adapters_are_never_taken_by_those_who_train_all_weights():
     assert choice.choose(rows) is None or not choice.choose(rows).way.layout.lora
 
 
-def test_who_asks_for_adapters_gets_them_alone_and_never_quantised_weights():
+def test_who_asks_for_adapters_gets_them_alone():
     rows = choice.rows_of(ask(gb=80, lora=32))
 
     assert {row.way.layout.lora for row in rows} == {32}
     assert choice.choose(rows).way.key == "lora-ddp"
-    tiny = choice.rows_of(ask(gb=9, lora=32))
-    (quantised,) = [row for row in tiny if row.way.layout.quantised]
-    assert quantised.peak.needed < 9e9
-    assert not quantised.fits
-    with pytest.raises(UsageError, match="hpctrain trains no quantised weights"):
-        choice.choose(tiny, quantised.way.key)
+    with pytest.raises(UsageError, match="frozen weights, adapters and loss in bf16"):
+        choice.choose(rows, "lora-ddp+bf16")
 
 
 def test_experts_on_several_ranks_are_shown_and_taken_when_asked_for():

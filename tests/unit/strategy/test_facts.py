@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.advise.strategy.facts import count_of, of_config, of_description, of_numbers
+from hpctrain.advise.strategy.facts import count_of, of_config, of_numbers
 from hpctrain.errors import UsageError
 
 LLAMA_7B = {
@@ -112,8 +112,3 @@ def test_numbers_that_do_not_fit_each_other_are_refused(change, message):
 
     with pytest.raises(UsageError, match=message):
         of_numbers(**(sizes | change))
-
-
-def test_a_module_without_a_config_is_refused_with_what_to_do():
-    with pytest.raises(UsageError, match="builds a Net of 12 parameters, whose activations"):
-        of_description({"class": "Net", "params": 12, "config": {}}, "own:build")

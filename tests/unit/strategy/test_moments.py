@@ -418,15 +418,6 @@ def test_stages_of_a_model_have_its_parameters_where_the_engine_puts_them():
     assert last.params == last.blocks * 1000 + 44
 
 
-def test_of_weights_in_4_bits_one_matrix_at_a_time_is_made_wide():
-    step = Whole(MODEL, NO_TOKENS, Spread(lora=1, quantised=True))
-
-    # 4 bits, 8 for each 64 and 32 for each 16,384 of 1,800; 2 bytes for the other 1,300.
-    weights = 1800 * (0.5 + 0.015625 + 0.000244140625) + 2600 + 544
-    assert _parts(step, "weights") == pytest.approx([weights] * 6)
-    assert _parts(step, "16-bit copies") == [*[2 * (4 * 8 + 136)] * 5, 0]
-
-
 def test_a_whole_model_in_fp32_has_no_copies_and_the_same_logits():
     for low in (2, 4):
         assert _parts(Whole(MODEL, TEN, Spread(low=low)), "logits") == [1200, 0, 0, 0, 0, 0]

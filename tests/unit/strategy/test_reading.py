@@ -14,10 +14,12 @@ CONFIG = json.dumps(MODELS["llama-7B"])
 def test_a_file_and_its_folder_are_the_same_model(tmp_path):
     (tmp_path / "config.json").write_text(CONFIG)
 
-    by_file, by_folder = (read_model(str(p), 1) for p in (tmp_path / "config.json", tmp_path))
+    by_file, by_folder = (read_model(str(p)) for p in (tmp_path / "config.json", tmp_path))
 
     assert by_file == by_folder
-    assert by_file.facts.params == 6_738_415_616
+    facts, values = by_file
+    assert facts.params == 6_738_415_616
+    assert values == MODELS["llama-7B"]
 
 
 @pytest.mark.parametrize(
@@ -35,19 +37,19 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
 
     with pytest.raises(UsageError) as caught:
-        read_model(str(tmp_path), 1)
+        read_model(str(tmp_path))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gone.json", "no/such/folder", "own_model"])
+@pytest.mark.parametrize("name", ["gone.json", "no/such/folder", "own_model:build"])
 def test_what_is_not_there_is_not_found(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(NotFound, match=r"there is no such file; MODEL is a config.json"):
-        read_model(name, 1)
+        read_model(name)
 
 
 def test_a_folder_without_a_config_is_not_found(tmp_path):
     with pytest.raises(NotFound, match=r"no config.json lies there"):
-        read_model(str(tmp_path), 1)
+        read_model(str(tmp_path))

@@ -80,7 +80,7 @@ def test_what_has_no_stages_says_why(model, pp, why):
 
 def test_one_gpu_and_more_train_adapters_and_other_families_say_why_not():
     assert [way.key for way in adapted(LLAMA, Machines(1, 1), 8, asked=True)] == [
-        "lora-single", "lora-single+recompute", "qlora-single+recompute",
+        "lora-single", "lora-single+recompute",
     ]  # fmt: skip
     ways = adapted(of_config(MODELS["bert-52M"], "bert"), Machines(1, 8), 8, asked=True)
     assert all("decoders like Llama alone" in way.impossible for way in ways)

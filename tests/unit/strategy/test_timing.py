@@ -11,7 +11,7 @@ from hpctrain.advise.strategy.strategies import Machines, Strategy
 from hpctrain.advise.strategy.timing import (
     Links,
     bubble,
-    flops_of_step,
+    operations_of_step,
     share_of,
     step_time,
     traffic_of_step,
@@ -22,6 +22,10 @@ from tests.support.plan_cases import MODELS
 LLAMA = of_config(MODELS["llama-7B"], "llama")
 BATCH = Batch(1, 2048)
 GPU = Accelerator("GPU", 80 * 10**9, 300e12, 300e9)
+
+
+def flops_of_step(model, batch, strategy):
+    return sum(operations_of_step(model, batch, strategy))
 
 
 def way(kind="fsdp2", **layout):
