@@ -37,7 +37,6 @@ from hpctrain.observe.profile.trace import (
     ProfileRequest,
     StepWindow,
     find,
-    nsys_reports,
     read_request,
 )
 from hpctrain.observe.profile.verdict import Profile, as_text, examine
@@ -113,7 +112,7 @@ def command(
         profile = wait_for(run_dir, request, expected)
         _print(run_dir, [profile], as_json=as_json)
     elif as_json:
-        _echo({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
+        echo_json({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
     else:
         count = "the next step" if request.steps == 1 else f"{request.steps} steps"
         who = "all ranks" if request.ranks is None else _ranks(request.ranks)
@@ -141,28 +140,14 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
-    reports = nsys_reports(run.profile)
     if as_json:
-        _echo(
-            {
-                "run": run.name,
-                "profiles": [profile.as_json() for profile in profiles],
-                "nsys_reports": [str(path) for path in reports],
-            }
-        )
-        return
-    if profiles:
+        echo_json({"run": run.name, "profiles": [profile.as_json() for profile in profiles]})
+    elif profiles:
         click.echo("\n\n".join(as_text(profile) for profile in profiles))
-    for path in reports:
-        click.echo(f"report of nsys: {path}")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _echo(value: Any) -> None:
-    echo_json(value)
 
 
 class NotProfiled(HpctrainError):

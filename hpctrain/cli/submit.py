@@ -426,7 +426,6 @@ def resume(
     engine: str | None,
     mesh: dict[str, str] | None,
     profile: dict[str, object] | None,
-    nsys: int | None,
     dry_run: bool,
     yes: bool,
     wait: bool,
@@ -459,7 +458,7 @@ def resume(
     asks = run is None and not yes and not dry_run
     run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
     request = ResumeRequest(
-        {**job_flags(flags), **engine_flags(engine, mesh), **profile_flags(profile, nsys)},
+        {**job_flags(flags), **engine_flags(engine, mesh), **profile_flags(profile)},
         sets,
         from_step,
         allow_locked=allow_locked,

@@ -15,7 +15,7 @@ import torch
 from hpctrain.ledger.history.progress import rank_sample
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.observe.profile.trace import MEMORY, PROBLEM, SNAPSHOT, TRACE, Kind, find
+from hpctrain.observe.profile.trace import MEMORY, SNAPSHOT, TRACE, Kind, find
 from hpctrain.observe.profile.verdict import Bound, examine
 from hpctrain.train.engines.norm import LossScale
 from tests.gpu.training import adamw, attempt, run_until, settings_of, share
@@ -59,14 +59,6 @@ def test_a_profile_shows_kernels_memory_and_what_holds_training_up(folder, shape
         snapshot = pickle.loads(files[SNAPSHOT].read_bytes())  # noqa: S301 - torch's, of just now
         assert snapshot["device_traces"]
         assert memory["device"] == "cuda"
-
-
-def test_under_nsys_the_profiler_only_says_when_to_look(folder, monkeypatch):
-    monkeypatch.setenv("HPCTRAIN_NSYS", "1")
-    settings = settings_of(profile__steps="2:3", checkpoint__interval_steps=1000)
-    run_until(folder / "run", LAST, settings)
-    [profile] = find(RunDir(folder / "run").profile)
-    assert "nsys" in profile.files[0][PROBLEM].read_text()
 
 
 def test_telemetry_tells_the_peak_that_torch_counts(folder, note):

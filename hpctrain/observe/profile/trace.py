@@ -124,11 +124,6 @@ def file_name(rank: int, window: StepWindow, suffix: str) -> str:
     return f"rank-{rank:05d}.steps-{window.first}-{window.last}.{suffix}"
 
 
-def nsys_reports(profile: Path) -> list[Path]:
-    """What nsys has written below a run's `profile/`."""
-    return sorted(profile.glob("attempt-*/*.nsys-rep"))
-
-
 @dataclass(frozen=True)
 class FoundProfile:
     """One profile: the same steps of an attempt on some ranks; `files`: rank to suffix to path."""
