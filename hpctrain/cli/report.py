@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import complete_run, json_option, runs_option
-from hpctrain.core.base.files import open_plain
 from hpctrain.core.base.process import own_program
 from hpctrain.core.base.text import size
 from hpctrain.core.terminal import echo_json, echo_note
@@ -173,10 +171,8 @@ def _open(page: Path) -> None:
 PORT = 6006
 PORTS_TRIED = 50
 LOCAL = "localhost"
-_HEADER = struct.Struct("<QI")  # of a record: length, checksum of the length
-_FOOTER_BYTES = 4
-_LONGEST_BYTES = 1 << 24
-_RECORDS_READ = 50  # scalars begin after a few pages of text
+_HEAD_BYTES = 128
+"""More than an event file has before its first scalar."""
 
 
 @dataclass(frozen=True)
@@ -257,32 +253,9 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _look(run: RunDir, label: str) -> _Shown:
-    try:
-        files = [path for path in run.tensorboard.iterdir() if "tfevents" in path.name]
-    except FileNotFoundError:
-        files = []
-    return _Shown(label, str(run.tensorboard), len(files), any(map(_has_scalars, files)))
-
-
-def _has_scalars(path: Path) -> bool:
-    """Whether one of the file's first records is of a scalar."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    try:
-        with open_plain(path) as file:
-            for _ in range(_RECORDS_READ):
-                head = file.read(_HEADER.size)
-                if len(head) < _HEADER.size:
-                    return False
-                size, _check = _HEADER.unpack(head)
-                if size > _LONGEST_BYTES:
-                    return False
-                event = Event.FromString(file.read(size + _FOOTER_BYTES)[:size])
-                if any(value.HasField("simple_value") for value in event.summary.value):
-                    return True
-    except Exception:  # noqa: BLE001 - torn, damaged or gone: TensorBoard shows what it can
-        return False
-    return True
+    files = list(run.tensorboard.glob("*tfevents*"))
+    has_scalars = any(path.stat().st_size > _HEAD_BYTES for path in files if path.is_file())
+    return _Shown(label, str(run.tensorboard), len(files), has_scalars)
 
 
 def _free_port(host: str, wanted: int | None) -> int:

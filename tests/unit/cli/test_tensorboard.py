@@ -25,7 +25,6 @@ def a_run(folder, name, *, attempts=1, scalars=True):
     run = Story(folder / name).submitted().started(1).run
     for attempt in range(1, attempts + 1):
         file = EventFile(run.tensorboard / file_name(attempt), purge_step=0)
-        file.text(0, "hpctrain/attempts", "a page")
         if scalars:
             file.log(attempt, {"loss": 1.0}, 0.0)
         file.close()
