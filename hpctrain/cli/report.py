@@ -171,7 +171,7 @@ def _open(page: Path) -> None:
 PORT = 6006
 PORTS_TRIED = 50
 LOCAL = "localhost"
-_HEAD_BYTES = 128
+_HEAD_BYTES = 96
 """More than an event file has before its first scalar."""
 
 

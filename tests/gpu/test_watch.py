@@ -15,7 +15,7 @@ import torch
 from hpctrain.ledger.history.progress import rank_sample
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.observe.profile.trace import MEMORY, SNAPSHOT, TRACE, Kind, find
+from hpctrain.observe.profile.trace import SNAPSHOT, TRACE, Kind, find
 from hpctrain.observe.profile.verdict import Bound, examine
 from hpctrain.train.engines.norm import LossScale
 from tests.gpu.training import adamw, attempt, run_until, settings_of, share
@@ -45,11 +45,9 @@ def test_a_profile_shows_kernels_memory_and_what_holds_training_up(folder, shape
     report = examine(profile)
     files = profile.files[0]
     trace = json.loads(gzip.decompress(files[TRACE].read_bytes()))["traceEvents"]
-    memory = json.loads(files[MEMORY].read_text())
 
     assert list(report.ranks[0].steps) == [3, 4]
     assert sum(report.ranks[0].shares.values()) == pytest.approx(1)
-    assert memory["allocated_peak_bytes"] > 0
     if note.on_gpu("profiler: CUDA activities, memory history, verdict of a busy GPU"):
         kernels = [event["name"] for event in trace if event.get("cat") == "kernel"]
         assert report.ranks[0].device == "gpu"
@@ -58,7 +56,6 @@ def test_a_profile_shows_kernels_memory_and_what_holds_training_up(folder, shape
         note.at_least("share of kernels that compute", report.ranks[0].shares[Kind.COMPUTE], 0.5)
         snapshot = pickle.loads(files[SNAPSHOT].read_bytes())  # noqa: S301 - torch's, of just now
         assert snapshot["device_traces"]
-        assert memory["device"] == "cuda"
 
 
 def test_telemetry_tells_the_peak_that_torch_counts(folder, note):

@@ -1,7 +1,7 @@
 """What could go better, each with its evidence and what to do. Pure; no advice without numbers.
 
 A rule looks at what was gathered and gives an advice or nothing. Its thresholds stand here, beside
-their reasons. Errors are the doctor's, memory is the profile's, a slow rank is the status's.
+their reasons. Errors are the doctor's, a slow rank is the status's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.core.base.text import count, duration
+from hpctrain.core.base.text import count, duration, size
 from hpctrain.ledger.history.goodput import TimeClass
 from hpctrain.ledger.history.progress import HOW_TO_REPORT
 from hpctrain.ledger.history.run_state import EndCause
@@ -39,6 +39,8 @@ INTERVAL_FACTOR = 3.0
 """Within a factor of three of the best interval little is lost."""
 INTERVAL_SHARE = 0.005
 """Of the time that is at stake; a save that costs a moment may come as often as one likes."""
+LOOSE_SHARE, LOOSE_BYTES = 0.25, 1 << 30
+"""Of what is reserved: from here on memory in pieces is worth a line."""
 NAMED = 8
 """Attempts that an evidence lists."""
 
@@ -306,6 +308,28 @@ def stood_still(data: ReportData) -> Iterator[Advice]:
     yield Advice("no-progress", "Ranks stood still", evidence, do, share)
 
 
+def loose_memory(data: ReportData) -> Iterator[Advice]:
+    """Memory is reserved and was never in use: it is in pieces.
+
+    Between steps much is free in any run, so peaks and retried allocations tell.
+    """
+    held = gather.memory(data.ranks)
+    if held is None or not held.reserved:
+        return
+    pairs = list(zip(held.reserved, held.peak, strict=True))
+    loose = [max(0.0, reserved - peak) for reserved, peak in pairs]
+    worst = max(range(len(loose)), key=loose.__getitem__)
+    reserved = held.reserved[worst]
+    large = loose[worst] >= LOOSE_SHARE * reserved and loose[worst] >= LOOSE_BYTES
+    if not (large or (held.retries and loose[worst] > 0)):
+        return
+    again = f"; {held.retries:.0f} allocations were tried again" if held.retries else ""
+    evidence = f"rank {worst} never used {size(round(loose[worst]))} of the "
+    evidence += f"{size(round(reserved))} that it reserved{again}"
+    do = "`--env PYTORCH_ALLOC_CONF=expandable_segments:True`"
+    yield Advice("memory", "Memory is in pieces", evidence, do)
+
+
 def reports_nothing(data: ReportData) -> Iterator[Advice]:
     """Nobody knows what was lost, nor what else could be advised."""
     words = data.status.reported
@@ -334,4 +358,5 @@ RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
     start_up,
     warm_up,
     interval,
+    loose_memory,
 )

@@ -9,27 +9,23 @@ tests/engines/test_profile_run.py holds the promises.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import threading
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import replace_text
-from hpctrain.core.device import is_accelerator, memory_stats, synchronize
+from hpctrain.core.device import synchronize
 from hpctrain.core.settings.check import rank_set, step_range
 from hpctrain.core.world import broadcast
 from hpctrain.ledger.run.event_types import ProfileRequested, ProfileWritten
 from hpctrain.observe.profile.trace import (
-    MEMORY,
     OURS,
     PROBLEM,
     SNAPSHOT,
@@ -39,10 +35,10 @@ from hpctrain.observe.profile.trace import (
     StepWindow,
     file_name,
 )
-from hpctrain.observe.profile.verdict import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from hpctrain.core.settings.schema import ProfileSettings
     from hpctrain.core.world import World
@@ -224,7 +220,6 @@ class Profiler:
             tracer.stop_trace()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._history.stop(self._path(window, SNAPSHOT))
-            write(measure(self._world), self._path(window, MEMORY))
             writer = threading.Thread(
                 target=self._write, args=(tracer, window), name="hpctrain-profile", daemon=True
             )
@@ -298,35 +293,3 @@ class MemoryHistory:
             dump(str(path))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
-
-
-def measure(world: World) -> RankMemory:
-    """This rank's memory now."""
-    if not is_accelerator(world.device):
-        return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
-    stats = memory_stats(world.device)
-
-    def stat(key: str) -> int:
-        return int(stats.get(key, 0))
-
-    return RankMemory(
-        device=world.device.type,
-        allocated_bytes=stat("allocated_bytes.all.current"),
-        allocated_peak_bytes=stat("allocated_bytes.all.peak"),
-        reserved_bytes=stat("reserved_bytes.all.current"),
-        inactive_split_bytes=stat("inactive_split_bytes.all.current"),
-        alloc_retries=stat("num_alloc_retries"),
-        ooms=stat("num_ooms"),
-    )
-
-
-def write(memory: RankMemory, path: Path) -> None:
-    """Leave the numbers, whole or not at all."""
-    replace_text(path, json.dumps(asdict(memory)) + "\n")
-
-
-def _peak_of_process() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -1,4 +1,4 @@
-"""What training is bound by, who is waited for, and when memory is in pieces."""
+"""What training is bound by, and who is waited for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import pytest
 
 from hpctrain.observe.profile.trace import Kind, RankShares
 from hpctrain.observe.profile.verdict import (
-    EXPANDABLE,
     Bound,
-    RankMemory,
-    advice,
     advice_on,
     bound_of,
     judge,
 )
-
-GIB = 1 << 30
 
 
 def rank(number, **shares):
@@ -67,21 +62,3 @@ def test_a_rank_that_merely_computes_longer_is_asked_why():
     assert advice_on(late) == "why is rank 5 slower than the others: more work, or a slower node?"
     assert "the device is busy" in advice_on(alike)
     assert advice_on(judge([rank(0, compute=0.4, data=0.4)])) is None
-
-
-def gpu(allocated, peak, reserved, retries=0):
-    return RankMemory("cuda", allocated * GIB, peak * GIB, reserved * GIB, 0, retries, 0)
-
-
-def test_fragmentation_is_what_is_reserved_and_not_allocated():
-    assert gpu(40, 60, 70).fragmentation_bytes == 30 * GIB
-    assert RankMemory("cpu", allocated_peak_bytes=GIB).fragmentation_bytes is None
-
-
-def test_expandable_segments_are_advised_where_memory_is_in_pieces():
-    told = advice(gpu(40, 45, 70))
-    assert told == (f"25.0 of 70.0 GiB are reserved and were never in use: try --env {EXPANDABLE}")
-    assert "retried 3 times" in advice(gpu(40, 69, 70, retries=3))
-    # Between two steps activations are gone: that alone is no sign of anything.
-    assert advice(gpu(10, 69, 70)) is None
-    assert advice(RankMemory("cpu", allocated_peak_bytes=GIB)) is None

@@ -504,6 +504,31 @@ def test_ranks_that_stood_still_are_named_with_what_helps(tmp_path, setting, kin
     assert words in found.do
 
 
+@pytest.mark.parametrize(
+    ("peak", "reserved", "retries", "words"),
+    [
+        (45, 70, 0, "rank 1 never used 25.0 GiB of the 70.0 GiB that it reserved"),
+        (69, 70, 3, "that it reserved; 3 allocations were tried again"),
+        (69, 70, 0, None),
+        (1, 1.5, 0, None),
+    ],
+)
+def test_memory_in_pieces_is_named(quiet, peak, reserved, retries, words):
+    one = replace(
+        quiet.ranks[-1],
+        wall_s=(1.0, 1.0),
+        data_s=None,
+        own_s=None,
+        peak_bytes=(float(2**30), peak * 2.0**30),
+        reserved_bytes=(float(2**30), reserved * 2.0**30),
+        retries=(0.0, float(retries)),
+    )
+
+    found = advice(replace(quiet, ranks=(one,)))
+
+    assert [words in each.evidence for each in found] == ([] if words is None else [True])
+
+
 def test_the_same_share_of_a_short_run_is_no_reason(quiet):
     short = window(spent(startup=0.5), BEGIN + 3300)
 

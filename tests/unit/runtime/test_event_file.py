@@ -19,7 +19,7 @@ from hpctrain.train.runtime.trackers import EventFile, file_name
 from tests.support import patience
 from tests.support.ledger_runs import Story
 
-SAMPLES = {"scalars": 10_000}
+SAMPLES = {"scalars": 10_000, "tensors": 100}
 HOUR_S = 3600.0
 
 
@@ -179,6 +179,6 @@ def test_nothing_waits_in_a_buffer_that_a_forked_child_would_write_again(tmp_pat
 
     file.flush()
 
-    assert 0 < before <= 128, "the head alone, which `hpctrain tensorboard` counts as no scalar"
+    assert 0 < before <= 96, "the head alone, which `hpctrain tensorboard` counts as no scalar"
     assert (tmp_path / file_name(1)).stat().st_size > before
     file.close()
