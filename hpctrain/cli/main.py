@@ -97,7 +97,6 @@ ALIASES = {
 REMOVED = {
     "train": "`hpctrain submit --cluster local` trains the shipped recipe on this machine",
     "sites test": "`hpctrain check --site FILE` asks SLURM the same, beside its other checks",
-    "submit --nsys": "`--profile steps=A:B` traces; a script of yours can start nsys",
     "report --compare": "`hpctrain status A B` and `hpctrain tensorboard A B` show several runs",
 }
 """Commands and options that a release had, and what to type instead."""

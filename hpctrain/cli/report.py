@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Examples:
   hpctrain report lm-3                    writes runs/lm-3/report.html
   hpctrain report lm-3 -o /tmp/lm-3.html --open
-  hpctrain report - --text                the newest run's numbers, here
+  hpctrain report - --text                advice on the newest run, here
 """,
 )
 @click.argument(
@@ -51,7 +51,7 @@ Examples:
     metavar="FILE",
     help="Path of the page.  [default: report.html in the run's directory]",
 )
-@click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
+@click.option("--text", "as_text", is_flag=True, help="Print the advice; write no page.")
 @click.option("--open", "show", is_flag=True, help="Open the page in this machine's browser.")
 @runs_option
 @json_option

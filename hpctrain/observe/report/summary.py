@@ -7,13 +7,11 @@ import textwrap
 import time
 from dataclasses import dataclass
 from html import escape
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.text import count, duration, fold_nodes
 from hpctrain.ledger.history.goodput import Goodput, TimeClass
 from hpctrain.ledger.history.progress import NO_STEP
-from hpctrain.ledger.history.run_state import OVER
 from hpctrain.observe.report import gather
 from hpctrain.observe.status.event_lines import incident_lines
 
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     from hpctrain.observe.report.gather import Point, ReportData
 
 
-ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")
-NUMBERS = frozenset({"#", "ran", "lost"})
-"""Columns that stand to the right."""
 EVALUATION_TITLES = ("step", "state", "metrics", "why")
 
 
@@ -136,27 +131,6 @@ def _speed(data: ReportData) -> list[Fact]:
     return facts_of_speed
 
 
-def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
-    """A row per attempt under `ATTEMPT_TITLES`; times to the minute, in this machine's zone."""
-    attempts = list(data.status.attempts)
-    rows: list[tuple[str, ...]] = []
-    for attempt, following in zip_longest(attempts, attempts[1:]):
-        rows.append(
-            (
-                str(attempt.number),
-                attempt.job_id or NOTHING,
-                where(attempt),
-                when(attempt.started),
-                duration(_until(data, attempt) - attempt.started),
-                _end(data, attempt),
-                steps(attempt),
-                NOTHING if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
-                recovered(following),
-            )
-        )
-    return rows
-
-
 def evaluation_rows(data: ReportData) -> list[tuple[str, ...]]:
     """A row per checkpoint that was or is to be evaluated, the newest first."""
     return [
@@ -168,22 +142,6 @@ def evaluation_rows(data: ReportData) -> list[tuple[str, ...]]:
         )
         for row in data.status.evaluations
     ]
-
-
-def _is_done(data: ReportData, attempt: AttemptView) -> bool:
-    """Whether it is over though no end of it is on record: a run in a terminal has no agent."""
-    return attempt.ended is None and data.status.state in OVER
-
-
-def _until(data: ReportData, attempt: AttemptView) -> float:
-    seen = data.status.progress.seen
-    if _is_done(data, attempt) and seen is not None:
-        return seen
-    return data.status.now if attempt.ended is None else attempt.ended
-
-
-def _end(data: ReportData, attempt: AttemptView) -> str:
-    return data.status.state.value if _is_done(data, attempt) else ended(attempt)
 
 
 def failure_groups(data: ReportData) -> list[FailureGroup]:
@@ -306,23 +264,6 @@ def ended(attempt: AttemptView) -> str:
 def where(attempt: AttemptView) -> str:
     """Its nodes, folded."""
     return fold_nodes(attempt.nodes) or NOTHING
-
-
-def steps(attempt: AttemptView) -> str:
-    """From which step to which, and where the first one's state came from but for the disk."""
-    if attempt.first_step is None and attempt.last_step is None:
-        return NOTHING
-    last = "?" if attempt.last_step is None else f"{attempt.last_step:,}"
-    source = f" ({attempt.read_from})" if attempt.read_from not in {"", "disk"} else ""
-    return f"{attempt.first_step or 0:,}{source} → {last}"
-
-
-def recovered(following: AttemptView | None) -> str:
-    """How long until the next attempt trained: its wait in the queue, and its way to a step."""
-    if following is None or following.ready_s is None:
-        return NOTHING
-    queue = "" if following.queued_s is None else f"{duration(following.queued_s)} queue + "
-    return f"{queue}{duration(following.ready_s)}"
 
 
 BEADS = 60
