@@ -176,9 +176,27 @@ def test_waiting_ends_with_the_run(running, tmp_path, monkeypatch, hands, capsys
         running.add("done", 1, step=60)
 
     hands.on_sleep = ends
-    monkeypatch.setattr(command, "LINGER_S", 0.0)
+    monkeypatch.setattr(command, "LOOK_S", 0.0)
     code, _, err = profile("lm", "--now", "--wait", capsys=capsys)
 
     assert code == 1
-    assert "lm was not profiled: it is done by now" in err
+    assert "lm was not profiled: it does not run any more" in err
     assert not running.run.profile_request.exists()
+
+
+def test_waiting_shows_the_new_profile_once_every_rank_has_written(running, hands, capsys):
+    traced(running, GPU, CPU)
+    later = StepWindow(60, 62)
+
+    def writes(_seconds):
+        folder = running.run.profile / "attempt-0001"
+        rank = 0 if not (folder / file_name(0, later, "pt.trace.json.gz")).exists() else 3
+        path = folder / file_name(rank, later, "pt.trace.json.gz")
+        path.write_bytes(gzip.compress(CPU.encode()))
+
+    hands.on_sleep = writes
+    code, out, _ = profile("lm", "--now", "--ranks", "0,3", "--wait", "--json", capsys=capsys)
+
+    assert code == 0
+    (one,) = json.loads(out)["profiles"]
+    assert (one["first"], list(one["ranks"])) == (60, ["0", "3"])
