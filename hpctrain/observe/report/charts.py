@@ -32,6 +32,7 @@ from hpctrain.observe.report.summary import (
     when,
     where,
 )
+from hpctrain.observe.status.event_lines import metrics_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -266,7 +267,7 @@ def _evaluated_loss(data: ReportData) -> dict[str, Any]:
     texts = [
         escape(
             f"step {row.step:,} evaluated{', best' if row.is_best else ''}: "
-            + ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
+            + metrics_in_words(row.metrics)
         )
         for row in rows
     ]

@@ -13,7 +13,7 @@ from hpctrain.core.base.text import count, duration, fold_nodes
 from hpctrain.ledger.history.goodput import Goodput, TimeClass
 from hpctrain.ledger.history.progress import NO_STEP
 from hpctrain.observe.report import gather
-from hpctrain.observe.status.event_lines import incident_lines
+from hpctrain.observe.status.event_lines import incident_lines, metrics_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +137,7 @@ def evaluation_rows(data: ReportData) -> list[tuple[str, ...]]:
         (
             f"{row.step:,}",
             f"{row.state}, best" if row.is_best else row.state,
-            ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()) or NOTHING,
+            metrics_in_words(row.metrics) or NOTHING,
             row.why or NOTHING,
         )
         for row in data.status.evaluations

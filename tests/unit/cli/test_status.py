@@ -95,7 +95,7 @@ def test_what_a_run_has_survived_has_its_rows_and_where_its_state_came_from(runs
 
     text = shown(story, width=120)
     assert "round       n[1,9] in training; n2 lost (its connection closed); round 2 of" in text
-    assert "guards      1 update left out; left out last: step 9: not finite" in text
+    assert "guards      1 update left out; step 9: the update" in text
     lines = (line.split() for line in text.splitlines())
     head, *rows = (line for line in lines if line[:1] in (["#"], ["1"], ["2"]))
     assert "from" in head

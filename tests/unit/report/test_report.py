@@ -333,7 +333,10 @@ def test_a_report_says_what_a_run_has_survived_and_where_its_state_came_from(tmp
 
     told = {one.label: (one.value, one.more) for one in facts(data)}
     assert told["round"] == ("n[1-2] in training", "n2 lost (it is silent)")
-    assert told["guards"] == ("1 update left out", "left out last: step 35: a spike")
+    assert told["guards"] == (
+        "1 update left out",
+        "step 35: the update of samples 8 to 15 is left out: a spike",
+    )
     (row,) = attempt_rows(data)
     assert (row["steps"], row["from"]) == ("30-40", "memory")
     assert "n2 lost (it is silent)" in unescape(page(data))
