@@ -29,7 +29,7 @@ from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run.events import read
 from hpctrain.observe.status import reader as reader_module
 from hpctrain.observe.status.reader import StatusReader
-from hpctrain.observe.status.screen import RunsScreen, StatusScreen, apportioned
+from hpctrain.observe.status.screen import RunsScreen, StatusScreen
 from hpctrain.observe.status.status import (
     UNDER_WAY,
     Answer,
@@ -724,8 +724,6 @@ def test_classes_of_goodput_add_up_to_a_hundred_as_they_are_shown(runs, story):
     assert classes[:-1] == sorted(classes[:-1], key=lambda one: -float(one[1]))
     assert " % since submit, " in goodput[-2]
     assert dict(classes)["step"] in goodput[-2]
-    assert apportioned([1.0, 1.0, 1.0]) == [334, 333, 333]
-    assert apportioned([0.0]) == [0]
 
 
 def test_speed_model_and_disk_are_lines_of_their_own(runs, training):
