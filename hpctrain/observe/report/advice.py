@@ -14,7 +14,6 @@ from hpctrain.core.base.text import count, duration, size
 from hpctrain.ledger.history.goodput import TimeClass
 from hpctrain.ledger.history.progress import HOW_TO_REPORT
 from hpctrain.ledger.history.run_state import EndCause
-from hpctrain.ledger.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.observe.report import gather
 from hpctrain.observe.report.summary import ended, percent, step_seconds
 
@@ -35,10 +34,6 @@ LEAST_ALLOCATED_S = 600.0
 """Shares of a shorter run say little: its start is most of it."""
 NODE_ENDS = 2
 """Ends on one node: one may be chance."""
-INTERVAL_FACTOR = 3.0
-"""Within a factor of three of the best interval little is lost."""
-INTERVAL_SHARE = 0.005
-"""Of the time that is at stake; a save that costs a moment may come as often as one likes."""
 LOOSE_SHARE, LOOSE_BYTES = 0.25, 1 << 30
 """Of what is reserved: from here on memory in pieces is worth a line."""
 NAMED = 8
@@ -209,36 +204,6 @@ def warm_up(data: ReportData) -> Iterator[Advice]:
     )
 
 
-def interval(data: ReportData) -> Iterator[Advice]:
-    """The interval between saves was set by hand, and far from what would cost least."""
-    cost = data.costs
-    chosen = as_set(data.spec.settings.checkpoint) if data.spec is not None else None
-    if cost is None or chosen is None or cost.cost_s <= 0 or data.spec is None:
-        return
-    step_s = gather.median([gather.step_p50(mark) for mark in data.history.marks])
-    seconds = chosen.steps * step_s if chosen.steps and step_s is not None else chosen.seconds
-    nodes = max((len(attempt.nodes) for attempt in data.status.attempts), default=1)
-    between = mtbf_s(data.failures, nodes)
-    best = max(daly_s(cost.cost_s, between), 10.0)
-    limit = data.spec.settings.checkpoint.max_loss_s
-    best = min(best, limit) if limit > 0 else best
-    if seconds <= 0 or 1 / INTERVAL_FACTOR <= seconds / best <= INTERVAL_FACTOR:
-        return
-    how = "rarely" if seconds > best else "often"
-    stake = (seconds - best) / (2 * between) if seconds > best else cost.cost_s / seconds
-    if stake < INTERVAL_SHARE:
-        return
-    yield Advice(
-        "interval",
-        f"Saves come too {how}",
-        f"every {duration(seconds)} ({chosen.why}); a save costs {step_seconds(cost.cost_s)} and "
-        f"one failure in {duration(between)} is to be expected, for which "
-        f"{duration(best)} is the best",
-        "let hpctrain choose: `--set checkpoint.interval_steps=0 --set checkpoint.interval_s=0`",
-        stake,
-    )
-
-
 def lost_steps(data: ReportData) -> Iterator[Advice]:
     """Attempts ended without a save, and what they had done was done again."""
     share = _share(data, TimeClass.REDONE)
@@ -357,6 +322,5 @@ RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
     stood_still,
     start_up,
     warm_up,
-    interval,
     loose_memory,
 )

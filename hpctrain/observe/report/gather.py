@@ -18,7 +18,6 @@ from hpctrain.core.settings.spec import Spec, spec_or_why
 from hpctrain.ledger.history.progress import RankSample, rank_sample
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import Restore, SaveRecord, StepMark
-from hpctrain.ledger.plan.interval import Costs, Failures, costs, failures
 from hpctrain.ledger.run.event_fields import finite
 from hpctrain.observe.status.text import unaccounted
 
@@ -294,8 +293,6 @@ class ReportData:
     status: RunStatus
     history: History
     ranks: tuple[RankSample, ...]
-    costs: Costs | None
-    failures: Failures
     spec: Spec | None
     problems: tuple[str, ...]
 
@@ -319,8 +316,6 @@ def gather(run: RunDir, status: RunStatus) -> ReportData:
         status=status,
         history=steps_of(history),
         ranks=tuple(samples),
-        costs=costs(history),
-        failures=failures(history),
         spec=spec,
         problems=(*problems, *([why] if why else []), *torn),
     )
