@@ -47,12 +47,12 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def line(sparse_s: float = SPARSE_S) -> Iterator[ProgressLine]:
+def line() -> Iterator[ProgressLine]:
     """A line on stderr that is gone at the end, where stderr is a terminal that can erase.
 
-    Where it is not, each news is a new line, at most one in `sparse_s`.
+    Where it is not, each news is a new line, at most one in `SPARSE_S`.
     """
-    one_line = ProgressLine(sys.stderr, sparse_s)
+    one_line = ProgressLine(sys.stderr)
     try:
         yield one_line
     finally:
@@ -64,9 +64,8 @@ class ProgressLine:
     """One line that changes; where it cannot be drawn anew, new text becomes a new line."""
 
     out: TextIO
-    sparse_s: float
     _shown: str = ""
-    _result_text: float | None = None
+    _written_at: float | None = None
     _live: Progress | None = None
 
     @property
@@ -86,9 +85,9 @@ class ProgressLine:
             self._draw(text, share)
             return
         now = clock.monotonic()
-        if self._result_text is not None and now - self._result_text < self.sparse_s:
+        if self._written_at is not None and now - self._written_at < SPARSE_S:
             return
-        self._shown, self._result_text = text, now
+        self._shown, self._written_at = text, now
         self.out.write(f"hpctrain: {text}\n")
         self.out.flush()
 

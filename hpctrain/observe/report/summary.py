@@ -175,38 +175,24 @@ def failure_line(group: FailureGroup) -> str:
     return f"{which}: {group.where or 'somewhere'}, {group.cause}"
 
 
-NAMES = {
-    TimeClass.STEP: "useful steps",
-    TimeClass.DATA: "waiting for data",
-    TimeClass.SAVE: "stopped for saves",
-    TimeClass.STARTUP: "start-up",
-    TimeClass.RESTORE: "restore",
-    TimeClass.WARM_UP: "first step (warm-up)",
-    TimeClass.REDONE: "steps done again",
-    TimeClass.NO_PROGRESS: "without progress",
-    TimeClass.SUSPENDED: "suspended",
-    TimeClass.STALL: "stall",
-    TimeClass.TEARDOWN: "teardown",
-    TimeClass.OTHER: "other",
-    TimeClass.QUEUE: "in the queue",
+_CLASSES = {
+    TimeClass.STEP: ("useful steps", "#2f9e63"),
+    TimeClass.DATA: ("waiting for data", "#e0a22e"),
+    TimeClass.SAVE: ("stopped for saves", "#2f7fc1"),
+    TimeClass.STARTUP: ("start-up", "#8896ab"),
+    TimeClass.RESTORE: ("restore", "#6a62b7"),
+    TimeClass.WARM_UP: ("first step (warm-up)", "#b184cf"),
+    TimeClass.REDONE: ("steps done again", "#d64550"),
+    TimeClass.NO_PROGRESS: ("without progress", "#a83279"),
+    TimeClass.SUSPENDED: ("suspended", "#4f7d8c"),
+    TimeClass.STALL: ("stall", "#8f2d38"),
+    TimeClass.TEARDOWN: ("teardown", "#a8835a"),
+    TimeClass.OTHER: ("other", "#59616d"),
+    TimeClass.QUEUE: ("in the queue", "#c3c9d2"),
 }
 """Every class in the order in which charts show it."""
-
-COLOURS = {
-    TimeClass.STEP: "#2f9e63",
-    TimeClass.DATA: "#e0a22e",
-    TimeClass.SAVE: "#2f7fc1",
-    TimeClass.STARTUP: "#8896ab",
-    TimeClass.RESTORE: "#6a62b7",
-    TimeClass.WARM_UP: "#b184cf",
-    TimeClass.REDONE: "#d64550",
-    TimeClass.NO_PROGRESS: "#a83279",
-    TimeClass.SUSPENDED: "#4f7d8c",
-    TimeClass.STALL: "#8f2d38",
-    TimeClass.TEARDOWN: "#a8835a",
-    TimeClass.OTHER: "#59616d",
-    TimeClass.QUEUE: "#c3c9d2",
-}
+NAMES = {kind: name for kind, (name, _) in _CLASSES.items()}
+COLOURS = {kind: colour for kind, (_, colour) in _CLASSES.items()}
 SERIES = ("#2f7fc1", "#d9822b", "#2f9e63", "#b1479a", "#8f6f3f", "#3fa7a7", "#d64550", "#6a62b7")
 """Of curves that stand side by side."""
 

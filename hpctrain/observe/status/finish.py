@@ -66,10 +66,9 @@ def finish(
     running: bool,
     now: float,
     total_steps: int | None = None,
-    step: int | None = None,
 ) -> Finish:
     """Return when a run that waits or runs will be done."""
-    facts = run_facts(history, now=now, total_steps=total_steps, step=step)
+    facts = run_facts(history, now=now, total_steps=total_steps)
     if facts.remaining_steps is None:
         return Finish(not_known="its program does not report how many steps there will be")
     if not facts.points:
