@@ -115,7 +115,7 @@ def command(
         echo_json({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
     else:
         count = "the next step" if request.steps == 1 else f"{request.steps} steps"
-        who = "all ranks" if request.ranks is None else _ranks(request.ranks)
+        who = "all ranks" if request.ranks is None else fold_ranks(request.ranks)
         click.echo(f"asked {run_dir.name} (job {request.job_id}) to profile {count} of {who}")
         click.echo(f"\n  hpctrain profile {name}")
 
@@ -144,10 +144,6 @@ def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
         echo_json({"run": run.name, "profiles": [profile.as_json() for profile in profiles]})
     elif profiles:
         click.echo("\n\n".join(as_text(profile) for profile in profiles))
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class NotProfiled(HpctrainError):

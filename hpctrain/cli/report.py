@@ -73,7 +73,8 @@ def command(
 
     _check(len(runs_named), output, as_text=as_text, show=show)
     run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
-    _refuse_foreign([] if output or as_text else run_dirs)
+    for run in [] if output or as_text else run_dirs:
+        refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
     reader = StatusReader(runs)
     gathered = [gather(run, reader.look(run)) for run in run_dirs]
     if as_text:
@@ -83,18 +84,15 @@ def command(
     if as_json:
         _print_json(gathered, pages)
     elif as_text:
-        _print(gathered)
+        from hpctrain.observe.report import page
+
+        width = shutil.get_terminal_size((80, 24)).columns
+        click.echo("\n\n".join(page.as_text(data, width=width) for data in gathered))
     else:
-        for page in pages:
-            click.echo(f"wrote {page} ({_size(page)})")
-    if show:
-        for page in pages:
-            _open(page)
-
-
-def _refuse_foreign(runs: Sequence[RunDir]) -> None:
-    for run in runs:
-        refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
+        for path in pages:
+            click.echo(f"wrote {path} ({size(path.stat().st_size)})")
+    for path in pages if show else ():
+        _open(path)
 
 
 def _check(named: int, output: str | None, *, as_text: bool, show: bool) -> None:
@@ -143,17 +141,6 @@ def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
         more = {"advice": [asdict(one) for one in advice(data)], "problems": list(data.problems)}
         reports.append({**status_json(data.status), **more})
     echo_json({"pages": [str(page) for page in pages], "runs": reports})
-
-
-def _print(gathered: Sequence[ReportData]) -> None:
-    from hpctrain.observe.report.page import as_text
-
-    width = shutil.get_terminal_size((80, 24)).columns
-    click.echo("\n\n".join(as_text(data, width=width) for data in gathered))
-
-
-def _size(page: Path) -> str:
-    return size(page.stat().st_size)
 
 
 def _open(page: Path) -> None:

@@ -16,7 +16,7 @@ from hpctrain.ledger.history.progress import rank_sample
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.observe.profile.trace import SNAPSHOT, TRACE, Kind, find
-from hpctrain.observe.profile.verdict import Bound, examine
+from hpctrain.observe.profile.verdict import examine
 from hpctrain.train.engines.norm import LossScale
 from tests.gpu.training import adamw, attempt, run_until, settings_of, share
 from tests.support.ledger_runs import all_fields
@@ -52,7 +52,7 @@ def test_a_profile_shows_kernels_memory_and_what_holds_training_up(folder, shape
         kernels = [event["name"] for event in trace if event.get("cat") == "kernel"]
         assert report.ranks[0].device == "gpu"
         assert any(ATTENTION.search(name) for name in kernels), sorted(set(kernels))[:40]
-        assert report.verdict.bound is Bound.COMPUTE, report.verdict
+        assert report.verdict.bound is Kind.COMPUTE, report.verdict
         note.at_least("share of kernels that compute", report.ranks[0].shares[Kind.COMPUTE], 0.5)
         snapshot = pickle.loads(files[SNAPSHOT].read_bytes())  # noqa: S301 - torch's, of just now
         assert snapshot["device_traces"]

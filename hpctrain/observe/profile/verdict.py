@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.files import read_text
@@ -41,27 +40,15 @@ WAITS = 0.1
 """Of the step: how much less the rank that is waited for communicates than the one that waits."""
 
 
-class Bound(StrEnum):
-    """What holds training up: a closed set."""
-
-    COMPUTE = "compute"
-    COMMUNICATION = "communication"
-    DATA = "data"
-    MEMORY = "memory"
-    HOST = "host"
-    NONE = "none"
-    """Nothing clearly does."""
-
-
 ADVICE = {
-    Bound.COMPUTE: "the device is busy: faster kernels (engine.compile, bf16) or more ranks help",
-    Bound.COMMUNICATION: "fewer, larger or hidden exchanges help: more accumulation, "
+    Kind.COMPUTE: "the device is busy: faster kernels (engine.compile, bf16) or more ranks help",
+    Kind.COMMUNICATION: "fewer, larger or hidden exchanges help: more accumulation, "
     "engine.dp_replicate across nodes, tp within a node; check NCCL's transport",
-    Bound.DATA: "load ahead of training: more DataLoader workers, pinned memory, "
+    Kind.DATA: "load ahead of training: more DataLoader workers, pinned memory, "
     "data on a faster disk",
-    Bound.MEMORY: "copies and allocations cost: pin host memory, copy without blocking, "
+    Kind.MEMORY: "copies and allocations cost: pin host memory, copy without blocking, "
     "keep shapes constant",
-    Bound.HOST: "the device waits for Python: larger batches, engine.compile, fewer .item()",
+    Kind.HOST: "the device waits for Python: larger batches, engine.compile, fewer .item()",
 }
 
 
@@ -70,15 +57,15 @@ class ProfileVerdict:
     """What a profile says.
 
     Attributes:
-        bound: Of the run.
+        bound: What holds up the run; None where nothing clearly does.
         bounds: Of each rank.
         waited_for: The rank that the others wait for; None where nobody waits noticeably.
         waiting: Largest share of a step that another rank communicates more than it.
         shares: What `bound` was found from: the waited-for rank's, or the mean of all.
     """
 
-    bound: Bound
-    bounds: dict[int, Bound]
+    bound: Kind | None
+    bounds: dict[int, Kind | None]
     waited_for: int | None
     waiting: float
     shares: dict[Kind, float]
@@ -100,22 +87,22 @@ def judge(ranks: Sequence[RankShares]) -> ProfileVerdict:
 def advice_on(verdict: ProfileVerdict) -> str | None:
     """What may help, in a line; None where nothing clearly holds training up."""
     rank = verdict.waited_for
-    if rank is not None and verdict.bound in {Bound.COMPUTE, Bound.NONE}:
+    if rank is not None and verdict.bound in {Kind.COMPUTE, None}:
         return f"why is rank {rank} slower than the others: more work, or a slower node?"
-    return ADVICE.get(verdict.bound)
+    return None if verdict.bound is None else ADVICE[verdict.bound]
 
 
-def bound_of(shares: Mapping[Kind, float]) -> Bound:
+def bound_of(shares: Mapping[Kind, float]) -> Kind | None:
     """What time of these shares is bound by."""
     outside = {kind: share for kind, share in shares.items() if kind is not Kind.SAVE}
     whole = sum(outside.values())
     if whole <= 0:
-        return Bound.NONE
+        return None
     first, second = sorted(outside, key=lambda kind: -outside[kind])[:2]
     largest = outside[first] / whole
     if largest >= MOST or (largest >= MUCH and outside[first] >= CLEAR * outside[second]):
-        return Bound(first.value)
-    return Bound.NONE
+        return first
+    return None
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,7 @@ class Profile:
             "verdict": None if self.verdict is None else _verdict_as_json(self.verdict),
             "ranks": {
                 str(r.rank): {
-                    "bound": self.verdict.bounds[r.rank].value if self.verdict else None,
+                    "bound": _word(self.verdict.bounds[r.rank]) if self.verdict else None,
                     "device": r.device,
                     "seconds": r.seconds,
                     "steps": {str(step): seconds for step, seconds in r.steps.items()},
@@ -189,9 +176,13 @@ def _reason_in(path: Path) -> str:
         return f"{path} cannot be read: {error.strerror}"
 
 
+def _word(bound: Kind | None) -> str:
+    return "none" if bound is None else bound.value
+
+
 def _verdict_as_json(verdict: ProfileVerdict) -> dict[str, Any]:
     return {
-        "bound": verdict.bound.value,
+        "bound": _word(verdict.bound),
         "waited_for": verdict.waited_for,
         "waiting": verdict.waiting,
         "shares": {kind.value: share for kind, share in verdict.shares.items()},
@@ -201,14 +192,6 @@ def _verdict_as_json(verdict: ProfileVerdict) -> dict[str, Any]:
 WIDTH = 80
 MOST_RANKS = 16
 """Rows shown; the rest is in --json."""
-_HEADS = {
-    Kind.COMPUTE: "compute",
-    Kind.COMMUNICATION: "comm.",
-    Kind.MEMORY: "memory",
-    Kind.DATA: "data",
-    Kind.SAVE: "save",
-    Kind.HOST: "host",
-}
 
 
 def as_text(profile: Profile) -> str:
@@ -244,23 +227,23 @@ def verdict_line(verdict: ProfileVerdict) -> str:
 
 
 def _bound_words(verdict: ProfileVerdict) -> str:
-    if verdict.bound is Bound.NONE:
+    if verdict.bound is None:
         largest = sorted(verdict.shares, key=lambda kind: -verdict.shares[kind])[:2]
         parts = " and ".join(f"{percent(verdict.shares[k])} {k.value}" for k in largest)
         return f"without a clear bound: {parts}"
-    share = verdict.shares[Kind(verdict.bound.value)]
+    share = verdict.shares[verdict.bound]
     return f"{verdict.bound.value}-bound: {percent(share)} of the time"
 
 
 def _rows(ranks: Sequence[RankShares], verdict: ProfileVerdict) -> list[str]:
-    heads = "".join(f"{head:>8}" for head in _HEADS.values())
+    heads = "".join(f"{'comm.' if kind is Kind.COMMUNICATION else kind:>8}" for kind in Kind)
     lines = [f"  rank  s/step{heads}  bound by"]
     for r in ranks[:MOST_RANKS]:
-        cells = "".join(f"{percent(r.shares[kind]):>8}" for kind in _HEADS)
+        cells = "".join(f"{percent(r.shares[kind]):>8}" for kind in Kind)
         step_s = r.seconds / len(r.steps)
-        bound = verdict.bounds[r.rank]
-        word = "-" if bound is Bound.NONE else bound.value
-        lines.append(f"  {r.rank:>4}  {_seconds(step_s):>6}{cells}  {word}")
+        lines.append(
+            f"  {r.rank:>4}  {_seconds(step_s):>6}{cells}  {verdict.bounds[r.rank] or '-'}"
+        )
     if len(ranks) > MOST_RANKS:
         lines.append(f"  and {len(ranks) - MOST_RANKS} more ranks: --json shows them all")
     return lines

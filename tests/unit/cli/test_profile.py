@@ -107,7 +107,7 @@ def test_now_leaves_a_request_for_rank_0(running, capsys):
     assert code == 0
     request = read_request(running.run.profile_request, "local-17")
     assert (request.steps, request.ranks, request.memory) == (3, (0, 3), True)
-    assert "asked lm (job local-17) to profile 3 steps of ranks 0, 3" in out
+    assert "asked lm (job local-17) to profile 3 steps of ranks 0,3" in out
     assert read_request(running.run.profile_request, "local-18") is None
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from hpctrain.observe.profile.trace import Kind, RankShares
 from hpctrain.observe.profile.verdict import (
-    Bound,
     advice_on,
     bound_of,
     judge,
@@ -23,16 +22,16 @@ def rank(number, **shares):
 @pytest.mark.parametrize(
     ("shares", "bound"),
     [
-        ({"compute": 0.8}, Bound.COMPUTE),
-        ({"communication": 0.55, "compute": 0.4}, Bound.COMMUNICATION),
-        ({"data": 0.6}, Bound.DATA),
-        ({"memory": 0.51, "compute": 0.49}, Bound.MEMORY),
-        ({"compute": 0.2, "data": 0.2}, Bound.HOST),
-        ({"compute": 0.35, "communication": 0.3, "data": 0.2}, Bound.NONE),
-        ({"compute": 0.4, "communication": 0.2, "data": 0.2}, Bound.COMPUTE),
+        ({"compute": 0.8}, Kind.COMPUTE),
+        ({"communication": 0.55, "compute": 0.4}, Kind.COMMUNICATION),
+        ({"data": 0.6}, Kind.DATA),
+        ({"memory": 0.51, "compute": 0.49}, Kind.MEMORY),
+        ({"compute": 0.2, "data": 0.2}, Kind.HOST),
+        ({"compute": 0.35, "communication": 0.3, "data": 0.2}, None),
+        ({"compute": 0.4, "communication": 0.2, "data": 0.2}, Kind.COMPUTE),
         # A save of a second in a profile of two says nothing of the steps.
-        ({"save": 0.6, "data": 0.3}, Bound.DATA),
-        ({"save": 1.0}, Bound.NONE),
+        ({"save": 0.6, "data": 0.3}, Kind.DATA),
+        ({"save": 1.0}, None),
     ],
 )
 def test_a_rank_is_bound_by_what_clearly_takes_most(shares, bound):
@@ -41,7 +40,7 @@ def test_a_rank_is_bound_by_what_clearly_takes_most(shares, bound):
 
 def test_ranks_alike_are_judged_by_their_mean():
     verdict = judge([rank(0, communication=0.6), rank(7, communication=0.55)])
-    assert (verdict.waited_for, verdict.bound) == (None, Bound.COMMUNICATION)
+    assert (verdict.waited_for, verdict.bound) == (None, Kind.COMMUNICATION)
     assert verdict.shares[Kind.COMMUNICATION] == pytest.approx(0.575)
 
 
@@ -50,8 +49,8 @@ def test_the_rank_that_the_others_wait_for_decides():
         [rank(0, compute=0.3, communication=0.65), rank(5, compute=0.3, data=0.6)],
     )
 
-    assert (verdict.waited_for, verdict.bound) == (5, Bound.DATA)
-    assert verdict.bounds == {0: Bound.COMMUNICATION, 5: Bound.DATA}
+    assert (verdict.waited_for, verdict.bound) == (5, Kind.DATA)
+    assert verdict.bounds == {0: Kind.COMMUNICATION, 5: Kind.DATA}
     assert verdict.waiting == pytest.approx(0.65)
 
 
