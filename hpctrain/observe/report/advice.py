@@ -88,7 +88,7 @@ def _of_allocated(share: float) -> str:
 
 def blocking_saves(data: ReportData) -> Iterator[Advice]:
     """Training stands still for its saves."""
-    share, saves = _share(data, TimeClass.SAVE), data.history.saves
+    share, saves = _share(data, TimeClass.SAVE), data.saves
     if share <= SAVE_SHARE or not saves:
         return
     stall = gather.median([save.cost_s for save in saves])
@@ -127,7 +127,7 @@ def bad_node(data: ReportData) -> Iterator[Advice]:
     """One node ended several attempts."""
     ends: dict[str, list[AttemptView]] = defaultdict(list)
     by_number = {one.number: one for one in data.status.attempts}
-    excluded = {(number, node) for number, node in data.history.excluded}
+    excluded = {(number, node) for number, node in data.excluded}
     for number, node in sorted(excluded, key=lambda attempt: (attempt[0] or 0, attempt[1])):
         if number in by_number:
             ends[node].append(by_number[number])

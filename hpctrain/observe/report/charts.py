@@ -176,7 +176,7 @@ def _goodput_words(data: ReportData) -> str:
 def loss(data: ReportData) -> Chart:
     """Each step once, with marks where an attempt continued."""
     key, title = "loss", "Loss"
-    kept = data.history.kept
+    kept = data.kept
     with_loss = [mark for mark in kept if mark.loss is not None]
     if not with_loss:
         return Chart(key, title, f"No loss to show: {_why_no_marks(data, 'loss')}.")
@@ -195,7 +195,7 @@ def loss(data: ReportData) -> Chart:
         norm = gather.by_step(kept, lambda mark: mark.grad_norm)
         traces.append(line(norm, "gradient norm", SERIES[1], yaxis="y2"))
         shape["yaxis2"] = axis("gradient norm", domain=[0, 0.34])
-    went_on = sum(1 for one in data.history.resumes if one.step > 0)
+    went_on = sum(1 for one in data.resumes if one.step > 0)
     again = f" {count(went_on, 'resume')} marked; steps that were done again count once."
     odd = sum(1 for mark in kept if mark.loss is None)
     words = (
@@ -210,8 +210,8 @@ def loss(data: ReportData) -> Chart:
 def _resume_marks(data: ReportData) -> dict[str, Any]:
     """A triangle on the loss where an attempt resumed from a checkpoint."""
     views = {resume.number: resume for resume in data.status.attempts}
-    at = {mark.last: mark.loss for mark in data.history.kept if mark.loss is not None}
-    resumes = [resume for resume in data.history.resumes if resume.step in at]
+    at = {mark.last: mark.loss for mark in data.kept if mark.loss is not None}
+    resumes = [resume for resume in data.resumes if resume.step in at]
     stride = max(1, len(resumes) // MOST_RESUMES)
     resumes = resumes[-1::-stride][::-1]
     texts = []
@@ -259,7 +259,7 @@ def _markers(
 def throughput(data: ReportData) -> Chart:
     """How much a second, over wall time, with what was done again."""
     key, title = "throughput", "Throughput"
-    marks = data.history.marks
+    marks = data.marks
     unit = gather.unit_of(marks)
     rates = [unit.rate(mark) for mark in marks]
     middle = gather.median(rates)
@@ -278,7 +278,7 @@ def throughput(data: ReportData) -> Chart:
 
 
 def _why_no_marks(data: ReportData, what: str) -> str:
-    if not data.history.marks:
+    if not data.marks:
         return "no step is on record"
     return f"the program reports no {what} with its steps"
 
@@ -397,10 +397,10 @@ def _waits_words(waits: gather.Waits) -> str:
 def saves_chart(data: ReportData) -> Chart:
     """What each checkpoint cost."""
     key, title = "saves", "What checkpoints cost"
-    saves = [save for save in data.history.saves if save.step is not None]
+    saves = [save for save in data.saves if save.step is not None]
     if not saves:
         none = "No checkpoint of a known step was committed."
-        return Chart(key, title, none if data.history.saves else "No checkpoint was committed.")
+        return Chart(key, title, none if data.saves else "No checkpoint was committed.")
     shown = gather.thin_saves(saves)
     x = [save.step for save in shown]
     rows = (
@@ -445,7 +445,7 @@ def saves_chart(data: ReportData) -> Chart:
 
 
 def _saves_words(data: ReportData) -> str:
-    saves = data.history.saves
+    saves = data.saves
     stall, whole = (
         gather.median([save.cost_s for save in saves]),
         gather.median([save.seconds for save in saves]),
@@ -454,7 +454,7 @@ def _saves_words(data: ReportData) -> str:
     words = f"{count(len(saves), 'save')}: training stopped {step_seconds(stall)} for one"
     words += f", committed after {step_seconds(whole)} (medians)"
     words += f", {size(weight)} each" if weight else ""
-    missed = sum(data.history.missed.values())
+    missed = data.missed
     return f"{words}.{f' {missed} more failed or were left out.' if missed else ''}"
 
 

@@ -117,7 +117,7 @@ def _ends(data: ReportData) -> str:
 
 
 def _speed(data: ReportData) -> list[Fact]:
-    marks = data.history.marks
+    marks = data.marks
     unit = gather.unit_of(marks)
     rate = gather.median([unit.rate(mark) for mark in marks])
     facts_of_speed = []

@@ -81,20 +81,20 @@ def test_a_thinned_curve_keeps_its_ends_its_extremes_and_its_gaps():
 
 
 def test_steps_that_were_done_again_count_once_in_the_loss_and_twice_in_the_throughput(data):
-    kept = data.history.kept
-    again = [mark for mark in data.history.marks if mark not in kept]
+    kept = data.kept
+    again = [mark for mark in data.marks if mark not in kept]
 
     assert [mark.last for mark in kept] == sorted({mark.last for mark in kept})
     assert {mark.attempt for mark in again} == {2, 3}
     assert sum(mark.steps for mark in again) == data.steps_lost == 160
-    rates = [y for _, y in curves.by_time(data.history.marks, curves.TOKENS.rate) if y is not None]
-    assert len(rates) == len(data.history.marks)
+    rates = [y for _, y in curves.by_time(data.marks, curves.TOKENS.rate) if y is not None]
+    assert len(rates) == len(data.marks)
 
 
 def test_resumes_are_marked_on_the_loss_with_why_and_where(data):
     _, resumed, _ = drawn(data)["loss"]["data"]
 
-    assert resumed["x"] == [one.step for one in data.history.resumes if one.step]
+    assert resumed["x"] == [one.step for one in data.resumes if one.step]
     assert "attempt 2 resumed from step" in resumed["hovertext"][0]
     assert "on gpu[01-04] after preempted" in resumed["hovertext"][0]
 
@@ -435,7 +435,7 @@ def test_a_run_of_a_thousand_attempts_keeps_a_page_that_one_can_use(tmp_path):
 
     text = page(data)
 
-    assert len(data.history.marks) == 5_000
+    assert len(data.marks) == 5_000
     assert len(text) - len(_plotly(text)) < 1_500_000
     for key, figure in drawn(data).items():
         for trace in figure["data"] if figure else ():
