@@ -185,8 +185,8 @@ def test_waiting_ends_with_the_run(running, tmp_path, monkeypatch, hands, capsys
 
 
 def test_waiting_shows_the_new_profile_once_every_rank_has_written(running, hands, capsys):
-    traced(running, GPU, CPU)
-    later = StepWindow(60, 62)
+    traced(running, GPU, CPU, CPU, CPU)
+    later = StepWindow(160, 162)
 
     def writes(_seconds):
         folder = running.run.profile / "attempt-0001"
@@ -199,4 +199,4 @@ def test_waiting_shows_the_new_profile_once_every_rank_has_written(running, hand
 
     assert code == 0
     (one,) = json.loads(out)["profiles"]
-    assert (one["first"], list(one["ranks"])) == (60, ["0", "3"])
+    assert (one["first"], list(one["ranks"])) == (160, ["0", "3"])

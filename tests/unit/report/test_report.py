@@ -300,6 +300,8 @@ def test_the_page_shows_the_numbers_and_each_attempt_as_status_does(data):
     assert [row["lost"] for row in rows] == [f"{one.steps_lost:,}" if one.steps_lost is not None
                                             else "-" for one in data.status.attempts]  # fmt: skip
     assert {row["where"] for row in rows} == {"gpu[01-04]"}
+    assert '<th scope="col" class="number">lost</th>' in shown
+    assert '<th scope="col">where</th>' in shown
 
 
 @pytest.mark.parametrize(
@@ -370,6 +372,16 @@ def test_checkpoints_of_unknown_steps_are_said_and_not_drawn(tmp_path):
 
     assert drawn["saves"].figure is None
     assert drawn["saves"].words == "No checkpoint of a known step was committed."
+
+
+def test_saves_that_did_not_come_are_counted_beside_those_that_did(tmp_path):
+    tale = Tale(tmp_path / "run").submitted().attempt().train(4).saved()
+    tale.add("save_failed", step=4, why="full").add("save_skipped", step=5, why="busy")
+
+    (chart,) = (one for one in charts(data_of(tale.write())) if one.key == "saves")
+
+    assert chart.words.startswith("1 save: ")
+    assert chart.words.endswith(" 2 more failed or were left out.")
 
 
 # ---- damage
