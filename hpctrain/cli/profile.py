@@ -175,11 +175,13 @@ def wait_for(run: RunDir, before: Sequence[FoundProfile], expected: set[int]) ->
     Raises:
         NotProfiled: the run ended before.
     """
-    known = {(one.attempt, one.window) for one in before}
+    there_before = {(one.attempt, one.window) for one in before}
     looked_at, looks_gone = clock.monotonic(), 0
     with line() as shown:
         while True:
-            new = (one for one in find(run.profile) if (one.attempt, one.window) not in known)
+            new = (
+                one for one in find(run.profile) if (one.attempt, one.window) not in there_before
+            )
             profile = next(new, None)
             files = profile.files if profile is not None else {}
             written = {rank for rank, of in files.items() if TRACE in of or PROBLEM in of}
