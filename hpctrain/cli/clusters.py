@@ -112,14 +112,14 @@ def facts(view: QueueView, partition: str) -> list[tuple[str, str]]:
 
 
 def _until(end: float, now: float) -> str:
-    from hpctrain.observe.status.status import moment
+    from hpctrain.observe.status.finish import moment
 
     return "with no end planned" if end == math.inf else f"until {moment(end, now)}"
 
 
 def table(view: QueueView) -> tuple[list[str], list[list[str]]]:
     """Return header and rows: nodes down, time limits across, when each would start."""
-    from hpctrain.observe.status.status import moment
+    from hpctrain.observe.status.finish import moment
 
     by_shape = {(row["nodes"], row["limit_s"]): row["start"] for row in starts(view)}
 

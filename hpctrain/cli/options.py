@@ -264,17 +264,14 @@ class _Engine(click.Choice[str]):
 
 
 def profile_options(function: _Function) -> _Function:
-    """`--profile steps=A:B,ranks=R,R` and `--nsys R`: a look at some steps of some ranks."""
-    with_nsys = click.option(
-        "--nsys", type=int, metavar="R", help="Start rank R under NVIDIA's nsys."
-    )(function)
+    """`--profile steps=A:B,ranks=R,R`: a look at some steps of some ranks."""
     return click.option(
         "--profile",
         metavar="STEPS[,RANKS]",
         callback=_profile,
         help="Trace some steps, e.g. steps=100:103,ranks=0,7; default rank 0, ranks=all for "
         "all; ,memory also records GPU memory.",
-    )(with_nsys)
+    )(function)
 
 
 def _profile(
@@ -495,11 +492,11 @@ _GROUPS = {
     "Restart": ("checkpoint", "resume_args", "resume_if", "begin", "without", "from_step"),
     "Parallel": ("engine", "mesh"),
     "Other runs": ("after", "then"),
-    "Look": ("dry_run", "whole", "wait", "no_submit", "profile", "nsys"),
+    "Look": ("dry_run", "whole", "no_submit", "profile"),
 }
 """Names of options by what they are about; `--help` shows them so."""
 _OF_RUN = (
-    *("container", "engine", "mesh", "profile", "nsys", "checkpoint", "resume_args", "resume_if"),
+    *("container", "engine", "mesh", "profile", "checkpoint", "resume_args", "resume_if"),
     "snapshot",
 )
 """Options that are settings of a new run, beside those of its job."""

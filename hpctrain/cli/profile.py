@@ -6,6 +6,7 @@ promises.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,11 @@ from hpctrain.core.base import clock
 from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.text import count, duration, fold_ranks
 from hpctrain.core.settings.check import MOST_STEPS, rank_set
-from hpctrain.core.settings.spec import load_spec
 from hpctrain.core.terminal import echo_json
 from hpctrain.errors import HpctrainError, UsageError, WrongState
 from hpctrain.ledger.history.progress import listens
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.history.run_state import OVER, RunState, run_state
+from hpctrain.ledger.history.run_state import RunState, run_state
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
 from hpctrain.ledger.run.find_run import find_run
@@ -37,11 +37,10 @@ from hpctrain.observe.profile.trace import (
     ProfileRequest,
     StepWindow,
     find,
-    nsys_reports,
     read_request,
 )
 from hpctrain.observe.profile.verdict import Profile, as_text, examine
-from hpctrain.observe.status.reader import ask, running_attempt
+from hpctrain.observe.status.reader import running_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,9 +52,8 @@ if TYPE_CHECKING:
 STEPS = 3
 POLL_S = 0.3
 LOOK_S = 10.0
-"""Between two questions to the scheduler whether the run still runs."""
-LINGER_S = 5.0
-"""Traces of a run that has ended are written after its last word, and may be seen a little late."""
+"""Between two questions to the scheduler whether the run still runs. Traces of a run that has ended
+are written after its last word, and may be seen a little late: so a second look follows."""
 
 
 @click.command(
@@ -106,17 +104,18 @@ def command(
         _show(run_dir, name, as_json=as_json)
         return
     own_spec(run_dir, named=run, foreign=foreign)
+    before = find(run_dir.profile)
     request, expected = _ask_for(
         run_dir, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
     )
     if wait:
-        profile = wait_for(run_dir, request, expected)
+        profile = wait_for(run_dir, before, expected)
         _print(run_dir, [profile], as_json=as_json)
     elif as_json:
-        _echo({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
+        echo_json({"run": run_dir.name, "job_id": request.job_id, "token": request.token})
     else:
         count = "the next step" if request.steps == 1 else f"{request.steps} steps"
-        who = "all ranks" if request.ranks is None else _ranks(request.ranks)
+        who = "all ranks" if request.ranks is None else fold_ranks(request.ranks)
         click.echo(f"asked {run_dir.name} (job {request.job_id}) to profile {count} of {who}")
         click.echo(f"\n  hpctrain profile {name}")
 
@@ -141,28 +140,10 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
-    reports = nsys_reports(run.profile)
     if as_json:
-        _echo(
-            {
-                "run": run.name,
-                "profiles": [profile.as_json() for profile in profiles],
-                "nsys_reports": [str(path) for path in reports],
-            }
-        )
-        return
-    if profiles:
+        echo_json({"run": run.name, "profiles": [profile.as_json() for profile in profiles]})
+    elif profiles:
         click.echo("\n\n".join(as_text(profile) for profile in profiles))
-    for path in reports:
-        click.echo(f"report of nsys: {path}")
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _echo(value: Any) -> None:
-    echo_json(value)
 
 
 class NotProfiled(HpctrainError):
@@ -188,31 +169,40 @@ def _ask_for(
     return request, set(range(world_size) if wanted is None else wanted)
 
 
-def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profile:
-    """Show how far it is until every rank has written; then read it.
+def wait_for(run: RunDir, before: Sequence[FoundProfile], expected: set[int]) -> Profile:
+    """Wait until every expected rank has written a profile that was not there `before`; read it.
 
     Raises:
         NotProfiled: the run ended before.
     """
-    looked_at, gone_at = clock.monotonic(), None
+    there_before = {(one.attempt, one.window) for one in before}
+    looked_at, looks_gone = clock.monotonic(), 0
     with line() as shown:
         while True:
-            events = ledger.read(run)
-            profile = _found(run, request, events)
-            if profile is not None and _have_written(profile) >= expected:
+            new = (
+                one for one in find(run.profile) if (one.attempt, one.window) not in there_before
+            )
+            profile = next(new, None)
+            files = profile.files if profile is not None else {}
+            written = {rank for rank, of in files.items() if TRACE in of or PROBLEM in of}
+            if profile is not None and (written >= expected or looks_gone > 1):
                 return examine(profile)
-            now, state = clock.monotonic(), _state_by_ledger(events)
-            if now - looked_at > LOOK_S or state in OVER:
-                looked_at = now
-                state = _state_of_attempt(run, request, events)
-                gone_at = None if state is RunState.RUNNING else gone_at or now
-                if gone_at is not None and now - gone_at > LINGER_S:
-                    run.profile_request.unlink(missing_ok=True)
-                    if profile is not None:
-                        return examine(profile)
-                    raise NotProfiled(f"{run.name} was not profiled: it is {state} by now")
-            shown.show(_progress(request, events, profile, expected))
+            if looks_gone > 1:
+                run.profile_request.unlink(missing_ok=True)
+                raise NotProfiled(f"{run.name} was not profiled: it does not run any more")
+            if clock.monotonic() - looked_at > LOOK_S:
+                looked_at = clock.monotonic()
+                looks_gone = 0 if _runs(run) else looks_gone + 1
+            progress = f"{len(written)} of {len(expected)} ranks have written their traces"
+            shown.show(progress if written else "waiting for the profiled steps")
             clock.sleep(POLL_S)
+
+
+def _runs(run: RunDir) -> bool:
+    with contextlib.suppress(WrongState):
+        running_attempt(run, ledger.read(run))
+        return True
+    return False
 
 
 def _running(run: RunDir, events: Sequence[Event]) -> AttemptStarted:
@@ -254,58 +244,8 @@ def _refuse_second(run: RunDir, events: Sequence[Event], job_id: str) -> None:
         )
 
 
-def _found(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> FoundProfile | None:
-    """The profile's files, as soon as rank 0 says that its steps are over."""
-    asked = _asked(request, events)
-    if asked is None:
-        return None
-    attempt, first = asked[0], asked[1].first
-    for event in events:
-        if isinstance(event.fact, ProfileWritten) and event.attempt == attempt:
-            window = _window(event.fact)
-            if window.first == first:
-                there = [f for f in find(run.profile) if f.attempt == event.attempt]
-                return next((f for f in there if f.window == window), None)
-    return None
-
-
-def _asked(request: ProfileRequest, events: Sequence[Event]) -> tuple[int, StepWindow] | None:
-    """The attempt that has heard of it, and the steps that it traces."""
-    for event in events:
-        fact = event.fact
-        if isinstance(fact, ProfileRequested) and fact.token == request.token:
-            return event.attempt or 0, _window(fact)
-    return None
-
-
 def _window(fact: ProfileRequested | ProfileWritten) -> StepWindow:
     return StepWindow(fact.first or 0, fact.last or 0)
-
-
-def _have_written(chosen: FoundProfile) -> set[int]:
-    return {rank for rank, files in chosen.files.items() if TRACE in files or PROBLEM in files}
-
-
-def _state_of_attempt(run: RunDir, request: ProfileRequest, events: Sequence[Event]) -> RunState:
-    """Where the run stands; REQUEUED too where a later attempt runs than the one that was asked."""
-    asked = _asked(request, events)
-    if asked is not None and any((e.attempt or 0) > asked[0] for e in events):
-        return RunState.REQUEUED
-    history = RunHistory.of(events)
-    answer = ask(run, load_spec(run.spec).cluster, history)
-    return run_state(history.state, answer.job, asked=answer.asked)
-
-
-def _progress(
-    request: ProfileRequest, events: Sequence[Event], files: FoundProfile | None, expected: set[int]
-) -> str:
-    asked = _asked(request, events)
-    if asked is None:
-        return f"waiting for {request.job_id} to hear of it, between two steps"
-    window = asked[1]
-    if files is None:
-        return f"profiling steps {window.first} to {window.last}"
-    return f"{len(_have_written(files))} of {len(expected)} ranks have written their traces"
 
 
 ANSWER_S = 30.0

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import complete_run, json_option, runs_option
-from hpctrain.core.base.files import open_plain
 from hpctrain.core.base.process import own_program
 from hpctrain.core.base.text import size
 from hpctrain.core.terminal import echo_json, echo_note
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 Examples:
   hpctrain report lm-3                    writes runs/lm-3/report.html
   hpctrain report lm-3 -o /tmp/lm-3.html --open
-  hpctrain report - --text                the newest run's numbers, here
+  hpctrain report - --text                advice on the newest run, here
 """,
 )
 @click.argument(
@@ -53,7 +51,7 @@ Examples:
     metavar="FILE",
     help="Path of the page.  [default: report.html in the run's directory]",
 )
-@click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
+@click.option("--text", "as_text", is_flag=True, help="Print the advice; write no page.")
 @click.option("--open", "show", is_flag=True, help="Open the page in this machine's browser.")
 @runs_option
 @json_option
@@ -75,7 +73,8 @@ def command(
 
     _check(len(runs_named), output, as_text=as_text, show=show)
     run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
-    _refuse_foreign([] if output or as_text else run_dirs)
+    for run in [] if output or as_text else run_dirs:
+        refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
     reader = StatusReader(runs)
     gathered = [gather(run, reader.look(run)) for run in run_dirs]
     if as_text:
@@ -85,18 +84,15 @@ def command(
     if as_json:
         _print_json(gathered, pages)
     elif as_text:
-        _print(gathered)
+        from hpctrain.observe.report import page
+
+        width = shutil.get_terminal_size((80, 24)).columns
+        click.echo("\n\n".join(page.as_text(data, width=width) for data in gathered))
     else:
-        for page in pages:
-            click.echo(f"wrote {page} ({_size(page)})")
-    if show:
-        for page in pages:
-            _open(page)
-
-
-def _refuse_foreign(runs: Sequence[RunDir]) -> None:
-    for run in runs:
-        refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
+        for path in pages:
+            click.echo(f"wrote {path} ({size(path.stat().st_size)})")
+    for path in pages if show else ():
+        _open(path)
 
 
 def _check(named: int, output: str | None, *, as_text: bool, show: bool) -> None:
@@ -147,17 +143,6 @@ def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     echo_json({"pages": [str(page) for page in pages], "runs": reports})
 
 
-def _print(gathered: Sequence[ReportData]) -> None:
-    from hpctrain.observe.report.page import as_text
-
-    width = shutil.get_terminal_size((80, 24)).columns
-    click.echo("\n\n".join(as_text(data, width=width) for data in gathered))
-
-
-def _size(page: Path) -> str:
-    return size(page.stat().st_size)
-
-
 def _open(page: Path) -> None:
     """Show a page in the browser of the user's screen, or say how to bring it there."""
     import webbrowser
@@ -173,10 +158,8 @@ def _open(page: Path) -> None:
 PORT = 6006
 PORTS_TRIED = 50
 LOCAL = "localhost"
-_HEADER = struct.Struct("<QI")  # of a record: length, checksum of the length
-_FOOTER_BYTES = 4
-_LONGEST_BYTES = 1 << 24
-_RECORDS_READ = 50  # scalars begin after a few pages of text
+_HEAD_BYTES = 96
+"""More than an event file has before its first scalar."""
 
 
 @dataclass(frozen=True)
@@ -257,32 +240,9 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _look(run: RunDir, label: str) -> _Shown:
-    try:
-        files = [path for path in run.tensorboard.iterdir() if "tfevents" in path.name]
-    except FileNotFoundError:
-        files = []
-    return _Shown(label, str(run.tensorboard), len(files), any(map(_has_scalars, files)))
-
-
-def _has_scalars(path: Path) -> bool:
-    """Whether one of the file's first records is of a scalar."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    try:
-        with open_plain(path) as file:
-            for _ in range(_RECORDS_READ):
-                head = file.read(_HEADER.size)
-                if len(head) < _HEADER.size:
-                    return False
-                size, _check = _HEADER.unpack(head)
-                if size > _LONGEST_BYTES:
-                    return False
-                event = Event.FromString(file.read(size + _FOOTER_BYTES)[:size])
-                if any(value.HasField("simple_value") for value in event.summary.value):
-                    return True
-    except Exception:  # noqa: BLE001 - torn, damaged or gone: TensorBoard shows what it can
-        return False
-    return True
+    files = list(run.tensorboard.glob("*tfevents*"))
+    has_scalars = any(path.stat().st_size > _HEAD_BYTES for path in files if path.is_file())
+    return _Shown(label, str(run.tensorboard), len(files), has_scalars)
 
 
 def _free_port(host: str, wanted: int | None) -> int:

@@ -1,7 +1,7 @@
 """The device that a rank computes on: the accelerator that torch knows, or the CPU.
 
 Written against `torch.accelerator` and torch's module of the device, so a GPU of any vendor is one
-case. What NVIDIA's torch has alone stays where it is used: cudart, nsys' range, the memory history.
+case. What NVIDIA's torch has alone stays where it is used: cudart, the memory history.
 tests/unit/runtime/test_device.py runs each branch on a stand-in; a GPU never has.
 """
 

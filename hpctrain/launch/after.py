@@ -65,7 +65,6 @@ _OF_THE_RUN_ALONE = (
     "environment.stage",
     *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
     "profile.memory",
-    "profile.nsys_rank",
     "profile.ranks",
     "profile.steps",
     "run.resume_args",

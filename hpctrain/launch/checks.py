@@ -252,20 +252,6 @@ def other_environment(environ: Mapping[str, str], entry: Entry) -> list[str]:
     return [f"{own}, and not with the active environment {active}: to use that, {use}"]
 
 
-def nsys_notes(rank: int, cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
-    """A note where the rank will start without nsys.
-
-    Of another machine nothing is known here: login nodes often lack what a module gives the others.
-    """
-    if (
-        rank < 0
-        or not cluster.on_this_machine
-        or shutil.which("nsys", path=environ.get("PATH", ""))
-    ):
-        return []
-    return [f"there is no nsys on PATH: rank {rank} will train without it"]
-
-
 def memory_notes(settings: Settings, cluster: Cluster, state_bytes: int | None = None) -> list[str]:
     """Return a line on what copies take of each node's memory; none if none are made.
 

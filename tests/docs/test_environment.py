@@ -70,7 +70,7 @@ def test_what_shell_scripts_name_is_known_here():
 
 
 def test_what_users_set_reaches_the_job_and_what_a_job_sets_does_not():
-    assert "HPCTRAIN_NSYS" in env.OF_ONE_JOB
+    assert "HPCTRAIN_ATTEMPT_DIR" in env.OF_ONE_JOB
     assert {"HPCTRAIN_RUNS", "HPCTRAIN_SITE", "HPCTRAIN_FAULTS"}.isdisjoint(env.OF_ONE_JOB)
 
 

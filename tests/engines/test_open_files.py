@@ -59,6 +59,7 @@ def test_a_limit_that_is_large_enough_is_left_alone_and_not_told():
     assert needed(100_000) <= MOST
 
 
+HPCTRAIN = (sys.executable, "-m", "hpctrain")
 SHOW = """
 import pathlib, resource
 pathlib.Path("limit.txt").write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)))
@@ -68,17 +69,18 @@ pathlib.Path("limit.txt").write_text(str(resource.getrlimit(resource.RLIMIT_NOFI
 def test_the_ranks_of_an_unchanged_program_have_the_limit_that_their_agent_raised(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     words = ["submit", "--cluster=local", "--nodes=1", "--ranks-per-node=1", "--no-snapshot"]
-    words += ["--name=r", "--set=preflight.enabled=no", "--wait", "--", "show.py"]
+    words += ["--name=r", "--set=preflight.enabled=no", "--", "show.py"]
     low = ["sh", "-c", 'ulimit -Sn 300; ulimit -Hn 3000; exec "$@"', "sh"]
 
-    subprocess.run(
-        [*low, sys.executable, "-m", "hpctrain", *words],
-        cwd=tmp_path,
-        env={**os.environ, "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local")},
-        check=True,
-        capture_output=True,
-        timeout=200,
-    )
+    for command in ([*low, *HPCTRAIN, *words], [*HPCTRAIN, "logs", "r", "-f"]):
+        subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local")},
+            check=True,
+            capture_output=True,
+            timeout=200,
+        )
 
     assert (tmp_path / "limit.txt").read_text() == "(3000, 3000)"
 

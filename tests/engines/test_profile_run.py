@@ -14,7 +14,7 @@ from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.observe.profile.trace import Kind, ProfileRequest, StepWindow, find
-from hpctrain.observe.profile.verdict import Bound, examine
+from hpctrain.observe.profile.verdict import examine
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train
@@ -75,8 +75,8 @@ def test_the_steps_of_the_settings_show_the_rank_that_waits_for_its_data(profile
     assert (profile.files.attempt, profile.files.window) == (1, StepWindow(3, 4))
     assert [list(r.steps) for r in profile.ranks] == [[3, 4], [3, 4]]
     assert profile.verdict.waited_for == 1
-    assert profile.verdict.bound is Bound.DATA
-    assert profile.verdict.bounds == {0: Bound.COMMUNICATION, 1: Bound.DATA}
+    assert profile.verdict.bound is Kind.DATA
+    assert profile.verdict.bounds == {0: Kind.COMMUNICATION, 1: Kind.DATA}
     for r in profile.ranks:
         assert sum(r.shares.values()) == pytest.approx(1)
 
@@ -89,8 +89,8 @@ def test_a_request_to_the_live_run_shows_the_rank_that_computes_too_long(profile
     assert second.window.last == second.window.first + 1
     assert [list(r.steps) for r in profile.ranks] == 2 * [[second.window.first, second.window.last]]
     assert profile.verdict.waited_for == 1
-    assert profile.verdict.bound is Bound.COMPUTE
-    assert profile.verdict.bounds[0] is Bound.COMMUNICATION
+    assert profile.verdict.bound is Kind.COMPUTE
+    assert profile.verdict.bounds[0] is Kind.COMMUNICATION
     assert profile.ranks[1].shares[Kind.DATA] < profile.ranks[1].shares[Kind.COMPUTE]
 
 

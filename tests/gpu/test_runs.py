@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,16 +29,9 @@ DATA = {"train.data": str(TOP / "hpctrain" / "node" / "agent"), "train.data_limi
 RECIPE = {**DATA, "train.steps": STEPS["recipe"]}
 EVERY = {"checkpoint.interval_steps": 5, "run.log_every_s": 0.0, "run.restart_pause_s": 0.0}
 GRACE_S = 600.0
-NSYS = "nsight-*/*/host/target-linux-x64/nsys"
-STAND_IN = """#!/bin/sh
-shift
-while case "$1" in --*) true;; *) false;; esac; do shift; done
-exec "$@"
-"""
 HANG_S = 0.5
 """Ten times that is waited where no rank can be told to wait for another."""
 HANG = {**EVERY, "alive.hang_s": HANG_S}
-NSYS_WORDS = ("--nsys=0", "--profile=steps=2:3")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +39,6 @@ def runs(is_cuda, local_jobs, tmp_path_factory):
     """All runs of this file at once: they wait for processes to start, mostly."""
     folder = tmp_path_factory.mktemp("runs")
     started = {("hangs", ""): start(folder / "hangs", [f"{SCRIPTS / 'hangs.py'}"], HANG)}
-    nsys = nsys_or_its_stand_in(folder / "bin")
-    started["nsys", ""] = start(folder / "nsys", [f"{TOP / LOOP}"], EVERY, NSYS_WORDS, nsys)
     for name in list(STEPS) if is_cuda else [LOOP]:
         words = [f"{SCRIPTS / 'deterministic.py'}", name if name == "recipe" else f"{TOP / name}"]
         sets = {**EVERY, **RECIPE, **LARGE} if name == "recipe" else EVERY
@@ -62,30 +52,10 @@ def runs(is_cuda, local_jobs, tmp_path_factory):
             run.cli("cancel", "run")
 
 
-def start(
-    place: Path,
-    script: list[str],
-    sets: dict[str, Any],
-    words: tuple[str, ...] = (),
-    path: str = "",
-) -> RunHandle:
-    """Submit a program; `path` goes before PATH."""
+def start(place: Path, script: list[str], sets: dict[str, Any]) -> RunHandle:
+    """Submit a program."""
     place.mkdir()
-    env = {"PATH": f"{path}:{os.environ['PATH']}"} if path else {}
-    return submit(None, place, *ONE, *words, sets=sets, script=script, env=env)
-
-
-def nsys_or_its_stand_in(folder: Path) -> str:
-    """Return a folder with an nsys: the machine's own, or a script that starts what is below."""
-    folder.mkdir()
-    own = [shutil.which("nsys"), *sorted(Path("/opt/nvidia").glob(NSYS))]
-    nsys = next(filter(None, own), None)
-    if nsys is None:
-        (folder / "nsys").write_text(STAND_IN)
-        (folder / "nsys").chmod(0o755)
-    else:
-        (folder / "nsys").symlink_to(nsys)
-    return str(folder)
+    return submit(None, place, *ONE, sets=sets, script=script)
 
 
 @pytest.mark.parametrize("program", STEPS)
@@ -134,15 +104,3 @@ def test_a_rank_that_waits_for_its_gpu_for_ever_is_named_ended_and_started_again
     assert [str(reason) for reason, _ in run.ends()][-1] == "completed"
     assert row["collectives"], "nothing of torch's flight recorder"
     note.on_gpu("the flight recorder of a real NCCL communicator, and a GPU that never answers")
-
-
-def test_a_rank_below_nsys_trains_to_its_end(runs, note):
-    run = runs["nsys", ""]
-    run.wait_event("attempt_ended")
-
-    assert [str(reason) for reason, _ in run.ends()] == ["completed"]
-    assert [path.name for path in run.dir.profile.glob("attempt-*/*problem.txt")]
-    if note.on_gpu("agent.nsys: the machine's own nsys around a rank that uses CUDA"):
-        assert list(run.dir.profile.glob("attempt-*/*.nsys-rep")) or any(
-            run.dir.profile.glob("attempt-*/*.qdstrm")
-        )

@@ -15,8 +15,8 @@ import torch
 from hpctrain.ledger.history.progress import rank_sample
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.observe.profile.trace import MEMORY, PROBLEM, SNAPSHOT, TRACE, Kind, find
-from hpctrain.observe.profile.verdict import Bound, examine
+from hpctrain.observe.profile.trace import SNAPSHOT, TRACE, Kind, find
+from hpctrain.observe.profile.verdict import examine
 from hpctrain.train.engines.norm import LossScale
 from tests.gpu.training import adamw, attempt, run_until, settings_of, share
 from tests.support.ledger_runs import all_fields
@@ -45,28 +45,17 @@ def test_a_profile_shows_kernels_memory_and_what_holds_training_up(folder, shape
     report = examine(profile)
     files = profile.files[0]
     trace = json.loads(gzip.decompress(files[TRACE].read_bytes()))["traceEvents"]
-    memory = json.loads(files[MEMORY].read_text())
 
     assert list(report.ranks[0].steps) == [3, 4]
     assert sum(report.ranks[0].shares.values()) == pytest.approx(1)
-    assert memory["allocated_peak_bytes"] > 0
     if note.on_gpu("profiler: CUDA activities, memory history, verdict of a busy GPU"):
         kernels = [event["name"] for event in trace if event.get("cat") == "kernel"]
         assert report.ranks[0].device == "gpu"
         assert any(ATTENTION.search(name) for name in kernels), sorted(set(kernels))[:40]
-        assert report.verdict.bound is Bound.COMPUTE, report.verdict
+        assert report.verdict.bound is Kind.COMPUTE, report.verdict
         note.at_least("share of kernels that compute", report.ranks[0].shares[Kind.COMPUTE], 0.5)
         snapshot = pickle.loads(files[SNAPSHOT].read_bytes())  # noqa: S301 - torch's, of just now
         assert snapshot["device_traces"]
-        assert memory["device"] == "cuda"
-
-
-def test_under_nsys_the_profiler_only_says_when_to_look(folder, monkeypatch):
-    monkeypatch.setenv("HPCTRAIN_NSYS", "1")
-    settings = settings_of(profile__steps="2:3", checkpoint__interval_steps=1000)
-    run_until(folder / "run", LAST, settings)
-    [profile] = find(RunDir(folder / "run").profile)
-    assert "nsys" in profile.files[0][PROBLEM].read_text()
 
 
 def test_telemetry_tells_the_peak_that_torch_counts(folder, note):

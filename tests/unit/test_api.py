@@ -209,7 +209,7 @@ def test_the_functions_stay_functions_whatever_was_imported_before():
 def test_every_flag_of_the_commands_is_an_argument():
     from hpctrain.cli import runs, submit
 
-    elsewhere = {"config", "sets", "wait", "no_submit", "dry_run", "as_json", "script", "nsys"}
+    elsewhere = {"config", "sets", "wait", "no_submit", "dry_run", "as_json", "script"}
     elsewhere |= {"profile", "from_step", "names", "yes", "whole"}
     # what sbatch calls so is among `settings` here
     elsewhere |= {"gres", "cpus_per_rank", "mem", "constraint", "reservation", "exclude"}

@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 
+from hpctrain.ledger.history import run_state
 from tests.support.hostile_patterns import (
     Found,
     TooSlow,
@@ -33,8 +34,11 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     (
         "hpctrain.ledger.history.progress",
-        "re.fullmatch(pattern, name)",
-    ): (),  # see the test of _PEAKS
+        "re.fullmatch(known, name)",
+    ): (),  # see the test of peaks.toml
+    ("hpctrain.ledger.history.run_state", "re.search(known, line)"): tuple(
+        pattern for _, _, pattern in run_state._PATTERNS
+    ),
     ("hpctrain.advise.lint.check", "re.match(re.escape(path) + ':(\\\\d+): ', str(error))"): (
         r"/a/config\.toml:(\d+): ",
     ),
@@ -153,7 +157,7 @@ def test_no_text_keeps_a_pattern_of_the_rules_of_lint_busy():
 def test_no_name_of_a_gpu_keeps_the_table_of_peaks_busy():
     from hpctrain.ledger.history import progress
 
-    table = [Found(name, 0, frozenset({"fullmatch"}), name) for name, _ in progress._PEAKS]
+    table = [Found(name, 0, frozenset({"fullmatch"}), name) for name in progress.peaks()]
 
     assert slow(table) == []
 

@@ -54,8 +54,6 @@ HPCTRAIN_NODE = "HPCTRAIN_NODE"
 HPCTRAIN_NODES = "HPCTRAIN_NODES"
 """Names of the job's nodes in order, as SLURM writes a list of them: `n[1-3,7]`.
 Set by the batch script; read by preflights."""
-HPCTRAIN_NSYS = "HPCTRAIN_NSYS"
-"""Whether this rank runs below nsys, and must not start another. Set by agents; read by ranks."""
 HPCTRAIN_OUTPUT_DIR = "HPCTRAIN_OUTPUT_DIR"
 """Folder of the run's own for what the program writes. Set by agents; read by users' programs."""
 HPCTRAIN_PORT = "HPCTRAIN_PORT"

@@ -258,10 +258,6 @@ class RankTask:
     args: list[str] = field(default_factory=list)
     cwd: str = ""
     python_path: list[str] = field(default_factory=list)
-    nsys_rank: int = -1
-    """The rank that runs under nsys, where there is one on its node."""
-    nsys_in_range: bool = False
-    """nsys records the steps of [profile] only."""
     cpus: list[str] = field(default_factory=list)
     """The CPUs of each of the node's ranks, such as "49-55"; empty where they are not bound."""
     as_module: str = ""

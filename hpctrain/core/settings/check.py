@@ -387,13 +387,9 @@ def parse_profile(text: str) -> dict[str, object]:
     return parts
 
 
-def profile_flags(
-    profile: Mapping[str, object] | None, nsys: int | None
-) -> dict[str, tuple[str, object]]:
-    """`--profile` and `--nsys` as `layers.flag_layer` takes them; None where one was not given."""
-    flags: dict[str, tuple[str, object]] = {"profile.nsys_rank": ("--nsys", nsys)}
-    flags |= {f"profile.{key}": ("--profile", value) for key, value in (profile or {}).items()}
-    return flags
+def profile_flags(profile: Mapping[str, object] | None) -> dict[str, tuple[str, object]]:
+    """`--profile` as `layers.flag_layer` takes it; nothing where it was not given."""
+    return {f"profile.{key}": ("--profile", value) for key, value in (profile or {}).items()}
 
 
 def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: int) -> list[str]:
@@ -407,13 +403,11 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
     profile = settings.profile
     steps = step_range(profile.steps, where=_named("profile.steps", origins))
     ranks = rank_set(profile.ranks, where=_named("profile.ranks", origins))
-    asked = {"ranks": ranks or (), "nsys_rank": (profile.nsys_rank,)}
-    for key, wanted in asked.items():
-        if most_ranks and max(wanted, default=-1) >= most_ranks:
-            raise UsageError(
-                f"{_named(f'profile.{key}', origins)} names rank {max(wanted)}; there are "
-                f"{most_ranks} at most: 0 to {most_ranks - 1}"
-            )
+    if most_ranks and ranks and ranks[-1] >= most_ranks:
+        raise UsageError(
+            f"{_named('profile.ranks', origins)} names rank {ranks[-1]}; there are "
+            f"{most_ranks} at most: 0 to {most_ranks - 1}"
+        )
     notes = []
     if steps is None:
         idle = [
@@ -424,11 +418,6 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
         notes.append(
             "profile.memory records what holds a GPU's memory, and slurm.gpus_per_node is 0: "
             "there is nothing to record on a CPU"
-        )
-    if profile.nsys_rank >= 0 and steps is None:
-        notes.append(
-            f"--nsys {profile.nsys_rank} without --profile steps=A:B records whole attempts; such "
-            "files grow by about 1 GB an hour and more"
         )
     return notes
 

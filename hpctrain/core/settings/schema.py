@@ -41,6 +41,7 @@ REMOVED = {
     "preflight.bad_node_hours": "a bad node is kept out of the run for 24 hours",
     "preflight.bandwidth_hours": "nodes that were fast together are not tried again for 12 hours",
     "preflight.timeout_s": "an attempt continues after 120 seconds without an answer",
+    "profile.nsys_rank": "profile.steps traces; nsys can be started by the program itself",
     "train.data_glob": "the recipe reads *.py, *.txt and *.md",
     "train.val_batches": "the recipe validates on 4 global batches",
     "train.val_every": "the recipe validates at its end; evaluate.script does it between",
@@ -474,7 +475,6 @@ class ProfileSettings(Table):
     steps: str = setting("", "FIRST:LAST step to profile, both inclusive; empty for none")
     ranks: str = setting("0", "ranks to profile: R, R,R or all")
     memory: bool = setting(False, "also record allocations of GPU memory")
-    nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none", least=-1)
 
 
 class EngineSettings(Table):

@@ -1,9 +1,7 @@
 """How far a run is, how its saves go, how fast it trains, what its program reports. Pure.
 
-The GPUs' peaks are for model FLOPs utilisation: dense bf16, fp16 where a GPU has no bf16. Only
-names that `torch.cuda.get_device_name` gives and whose makers' data sheets say a number are known;
-for any other, no MFU is better than a wrong one. A program may report nothing of its steps: what
-nobody knows is never shown as none. tests/unit/history and tests/unit/cli/test_status.py hold the
+A program may report nothing of its steps: what nobody knows is never shown as none.
+tests/unit/history and tests/unit/cli/test_status.py hold the
 promises.
 """
 
@@ -11,8 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.records import EndReason
@@ -226,39 +227,19 @@ def _each(value: object, ranks: int = 0) -> tuple[float, ...] | None:
     return None if None in numbers else tuple(one for one in numbers if one is not None)
 
 
-_PEAKS: tuple[tuple[str, float], ...] = (
-    # NVIDIA Tesla V100 data sheet (2020): tensor performance, fp16; it has no bf16.
-    (r"Tesla V100-SXM2-(16|32)GB(-LS)?", 125e12),
-    (r"Tesla V100-PCIE-(16|32)GB", 112e12),
-    # NVIDIA A100 data sheet (2021): the same for SXM and PCIe.
-    (r"(NVIDIA )?A100-SXM4-(40|80)GB", 312e12),
-    (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
-    (r"NVIDIA A100 80GB PCIe", 312e12),
-    # NVIDIA H100 data sheet (2023): half of the numbers with sparsity.
-    (r"NVIDIA H100 80GB HBM3", 989.4e12),
-    (r"NVIDIA H100 PCIe", 756e12),
-    (r"NVIDIA H100 NVL", 835e12),
-    # NVIDIA H200 and GH200 data sheets (2024): the compute of an H100 SXM.
-    (r"NVIDIA H200", 989.4e12),
-    (r"NVIDIA GH200 (480GB|120GB|144G HBM3e)", 989.4e12),
-    # NVIDIA DGX B200 data sheet (2024): 72 PFLOPS of fp8 in 8 GPUs, bf16 dense a quarter each.
-    (r"NVIDIA B200", 2250e12),
-    # NVIDIA A40, A10, L40S and L4 data sheets (2021 to 2023): without sparsity.
-    (r"(NVIDIA )?A40", 149.7e12),
-    (r"(NVIDIA )?A10", 125e12),
-    (r"NVIDIA L40S", 362e12),
-    (r"NVIDIA L4", 121e12),
-    # AMD Instinct MI250X data sheet (2021): 383 TFLOPS, torch sees each of its two dies as a GPU.
-    (r"AMD Instinct MI250X", 191.5e12),
-    # AMD Instinct MI300X data sheet (2023).
-    (r"AMD Instinct MI300X", 1307.4e12),
-)
-
-
 def peak_flops(device: str) -> float | None:
     """FLOP/s of one device at best, by its name in torch; None for one that is not known."""
     name = device.strip()
-    return next((peak for pattern, peak in _PEAKS if re.fullmatch(pattern, name)), None)
+    return next((peak for known, peak in peaks().items() if re.fullmatch(known, name)), None)
+
+
+@cache
+def peaks() -> dict[str, float]:
+    """peaks.toml: names of devices as patterns, and their FLOP/s."""
+    peaks: dict[str, float] = tomllib.loads(
+        Path(__file__).with_name("peaks.toml").read_text("utf-8")
+    )
+    return peaks
 
 
 WINDOW_S = 600.0

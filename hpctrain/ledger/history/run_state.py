@@ -352,7 +352,6 @@ _PATTERNS = (
 the pattern, which takes far longer."""
 NOT_THE_USERS = frozenset({EndCause.GPU_ERROR, EndCause.NCCL_ERROR, EndCause.DATA_WORKER})
 """Of machines and connections: they need not come at the next start."""
-_COMPILED = tuple((cause, word, re.compile(pattern)) for cause, word, pattern in _PATTERNS)
 _LONGEST = 500
 """So much of a line is read: what is wrong stands at its beginning."""
 
@@ -398,5 +397,5 @@ def cause_of_failure(failure: Failure) -> EndCause | None:
 def cause_in(summary: str) -> EndCause | None:
     """What a failure's one line tells; None where it tells nothing."""
     line = summary[:_LONGEST]
-    fit = (cause for cause, word, known in _COMPILED if word in line and known.search(line))
+    fit = (cause for cause, word, known in _PATTERNS if word in line and re.search(known, line))
     return next(fit, None)

@@ -20,7 +20,6 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base import clock
 from hpctrain.core.base.files import plain_descriptor, read_plain, replace_text
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import Evaluated
@@ -192,15 +191,6 @@ def scalars_record(t: float, step: int, values: Mapping[str, float]) -> bytes:
     """Scalars of one step (may be NaN); `t` is seconds since the epoch."""
     points = (content(1, content(1, name) + single(2, value)) for name, value in values.items())
     return event_record(t, step, content(_SUMMARY, b"".join(points)))
-
-
-def tensor_record(
-    step: int, tag: str, tensor: bytes, *, plugin: str, plugin_content: bytes = b""
-) -> bytes:
-    """A tensor, as an encoded `TensorProto`, and what a plugin of TensorBoard reads beside it."""
-    metadata = content(1, content(1, plugin) + content(2, plugin_content))
-    value = content(1, tag) + content(8, tensor) + content(9, metadata)
-    return event_record(clock.now(), step, content(_SUMMARY, content(1, value)))
 
 
 def event_record(t: float, step: int, what: bytes) -> bytes:

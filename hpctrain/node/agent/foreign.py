@@ -10,25 +10,22 @@ tests/engines/test_foreign.py holds the promises.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.env import HPCTRAIN_NSYS, HPCTRAIN_STOP_FILE
-from hpctrain.core.base.files import PACKAGE, read_end
-from hpctrain.core.base.process import die_with_parent, own_program
+from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
+from hpctrain.core.base.files import read_end
+from hpctrain.core.base.process import die_with_parent
 from hpctrain.core.base.records import StopCause
 from hpctrain.node.agent.signals import PR_SET_CHILD_SUBREAPER, arrivals, note_term
 from hpctrain.node.agent.stop_notice import send_term
-from hpctrain.observe.profile.trace import folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,54 +146,3 @@ def _is_stop(code: int, stop: Path) -> bool:
             return False
         clock.sleep(POLL_S)
     return True
-
-
-def nsys_command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) -> list[str]:
-    """Return the command line; `in_range` records from cudaProfilerStart to cudaProfilerStop only.
-
-    `output` is the report, without its suffix. For the range see `runtime/profiler.py`.
-    """
-    window = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"] if in_range else []
-    return [
-        nsys,
-        "profile",
-        f"--output={output}",
-        "--force-overwrite=true",
-        "--trace=cuda,nvtx,osrt",
-        "--sample=none",
-        "--kill=none",  # training continues when recording has ended
-        "--wait=primary",  # a DataLoader worker that lingers must not hold up the rank's end
-        *window,
-        *program,
-    ]
-
-
-def run_below_nsys(task: RankTask, rank: int, attempt_dir: Path) -> bool:
-    """Run this rank below nsys and wait; False if it is to run here, SystemExit if it failed."""
-    if rank != task.nsys_rank or HPCTRAIN_NSYS in os.environ:
-        return False
-    nsys = shutil.which("nsys")
-    if nsys is None:
-        log.warning("there is no nsys on PATH: rank %d trains without it", rank)
-        return False
-    folder = attempt_dir.parent.parent / "profile" / folder_name(int(attempt_dir.name))
-    folder.mkdir(parents=True, exist_ok=True)
-    program = own_program("hpctrain.node.agent.ranks", json.dumps(asdict(task)))
-    words = nsys_command(nsys, folder / f"rank-{rank:05d}", program, in_range=task.nsys_in_range)
-    log.info("rank %d runs under %s; its report goes to %s", rank, nsys, folder)
-    parent = os.getpid()
-    with subprocess.Popen(
-        words,
-        env=nsys_environment(os.environ),
-        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - nothing else runs here yet
-    ) as child:
-        code = child.wait()
-    if code != 0:
-        raise SystemExit(code if code > 0 else 128 - code)
-    return True
-
-
-def nsys_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the rank below nsys needs beside what it inherits."""
-    paths = [str(PACKAGE.parent), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**environ, HPCTRAIN_NSYS: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -514,7 +514,5 @@ def _task(spec: Spec, cpus: list[str]) -> object:
         args=list(entry.args),
         cwd=entry.cwd,
         python_path=list(entry.python_path),
-        nsys_rank=spec.settings.profile.nsys_rank,
-        nsys_in_range=bool(spec.settings.profile.steps),
         cpus=cpus,
     )

@@ -33,7 +33,6 @@ from hpctrain.core.base.env import (
     HPCTRAIN_ATTEMPT_DIR,
     HPCTRAIN_CONTROL,
     HPCTRAIN_NODE,
-    HPCTRAIN_NSYS,
     HPCTRAIN_RESUME_ARGS,
 )
 from hpctrain.core.base.files import PACKAGE, read_end, read_plain, replace_text
@@ -91,8 +90,7 @@ def run_rank(task: RankTask) -> None:
         _run(task, rank, attempt_dir)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            if not failure_path(attempt_dir, rank).exists():  # of the rank's that ran below nsys
-                _report(attempt_dir, rank, leaving)
+            _report(attempt_dir, rank, leaving)
             _exit_even_if_stuck(leaving.code if isinstance(leaving.code, int) else 1)
             raise
     except BaseException as raised:  # noqa: BLE001 - whatever it is, the agent must hear of it
@@ -110,11 +108,10 @@ def run_rank(task: RankTask) -> None:
 
 def _run(task: RankTask, rank: int, attempt_dir: Path) -> None:
     try:
-        if not foreign.run_below_nsys(task, rank, attempt_dir):
-            if task.program:
-                _run_foreign(task, rank, attempt_dir)
-            else:
-                _run_program(task, rank)
+        if task.program:
+            _run_foreign(task, rank, attempt_dir)
+        else:
+            _run_program(task, rank)
     except BaseException:
         silence()  # before it is reported: what torch raises then would end the report
         raise
@@ -140,8 +137,6 @@ def _run_hooks() -> None:
 
 
 def _with_args(task: RankTask, rank: int) -> RankTask:
-    if HPCTRAIN_NSYS in os.environ:
-        return task  # it has them
     first = [f"{task.local_rank}={os.environ['LOCAL_RANK']}"] if task.local_rank else []
     more = ResumeArgs(**json.loads(os.environ.get(HPCTRAIN_RESUME_ARGS, "{}")))
     if task.module:
@@ -464,7 +459,3 @@ def _in_torchs_words(pid: int, code: int) -> str:
         return f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}"
     name = signal.strsignal(-code) or f"signal {-code}"
     return f"DataLoader worker (pid {pid}) is killed by signal: {name}."
-
-
-if __name__ == "__main__":  # below nsys: the rank as a program of its own
-    run_rank(RankTask(**json.loads(sys.argv[1])))

@@ -1,8 +1,7 @@
 """A profile's files, and one rank's Chrome trace (Kineto's JSON) divided into shares.
 
     profile/attempt-0002/rank-00007.steps-100-103.pt.trace.json.gz    Chrome trace
-                         rank-00007.steps-100-103.memory.json         memory in numbers
-                         rank-00007.steps-100-103.memory.pickle       what held it (CUDA)
+                         rank-00007.steps-100-103.memory.pickle       what held memory (CUDA)
                          rank-00007.steps-100-103.problem.txt         why there is no trace
 
 A name that ends in `.pt.trace.json.gz` is what TensorBoard's profile plugin looks for.
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-TRACE, MEMORY, SNAPSHOT, PROBLEM = "pt.trace.json.gz", "memory.json", "memory.pickle", "problem.txt"
+TRACE, SNAPSHOT, PROBLEM = "pt.trace.json.gz", "memory.pickle", "problem.txt"
 STEP_MARK = "ProfilerStep#"
 """Begins the name of a step's span in a trace; TensorBoard's plugin and HTA look for this one."""
 OURS = "hpctrain."
@@ -124,11 +123,6 @@ def file_name(rank: int, window: StepWindow, suffix: str) -> str:
     return f"rank-{rank:05d}.steps-{window.first}-{window.last}.{suffix}"
 
 
-def nsys_reports(profile: Path) -> list[Path]:
-    """What nsys has written below a run's `profile/`."""
-    return sorted(profile.glob("attempt-*/*.nsys-rep"))
-
-
 @dataclass(frozen=True)
 class FoundProfile:
     """One profile: the same steps of an attempt on some ranks; `files`: rank to suffix to path."""
@@ -150,7 +144,7 @@ def find(profile: Path) -> list[FoundProfile]:
         windows: dict[StepWindow, dict[int, dict[str, Path]]] = {}
         for path in folder.iterdir():
             match = _FILE.fullmatch(path.name)
-            if match is None or match[4] not in {TRACE, MEMORY, SNAPSHOT, PROBLEM}:
+            if match is None or match[4] not in {TRACE, SNAPSHOT, PROBLEM}:
                 continue
             ranks = windows.setdefault(StepWindow(int(match[2]), int(match[3])), {})
             ranks.setdefault(int(match[1]), {})[match[4]] = path

@@ -1,9 +1,8 @@
-"""What a profile shows: what bounds training, who is waited for, where memory goes; in words.
+"""What a profile shows: what bounds training, and who is waited for; in words.
 
 A rank is bound by a kind that takes at least `MOST` of its time outside saves, or at least `MUCH`
 and `CLEAR` times any other. The others wait for a rank that communicates least by `WAITS`; the run
-is then bound by what bounds that rank. Else the run's shares are the mean. Reserved less allocated
-memory is large between steps of a healthy run, so advice uses the peak and retried allocations.
+is then bound by what bounds that rank. Else the run's shares are the mean.
 
 `judge` is pure; `examine` reads a profile's files and lists what cannot be read.
 tests/unit/profile/test_verdict.py, tests/unit/cli/test_profile.py and
@@ -12,16 +11,13 @@ tests/engines/test_profile_run.py hold the promises.
 
 from __future__ import annotations
 
-import json
 import textwrap
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.files import read_plain, read_text
+from hpctrain.core.base.files import read_text
 from hpctrain.core.base.text import percent
 from hpctrain.observe.profile.trace import (
-    MEMORY,
     PROBLEM,
     SNAPSHOT,
     TRACE,
@@ -37,74 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-LARGE = 0.25
-"""Of what is reserved: from here on fragmentation is worth a line."""
-LARGE_BYTES = 1 << 30
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """One rank's memory; None where the device does not tell.
-
-    Attributes:
-        device: Torch's name of its kind: "cuda", "xpu", "cpu".
-        allocated_bytes: In tensors, at the end of the profile.
-        allocated_peak_bytes: Most since the attempt began; on a CPU of the whole process.
-        reserved_bytes: Held by the allocator.
-        inactive_split_bytes: Of that, in pieces of blocks that are in use otherwise.
-        alloc_retries: How often it had to give everything back and try again.
-        ooms: How often that did not help.
-    """
-
-    device: str
-    allocated_bytes: int | None = None
-    allocated_peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    inactive_split_bytes: int | None = None
-    alloc_retries: int | None = None
-    ooms: int | None = None
-
-    @property
-    def fragmentation_bytes(self) -> int | None:
-        """Reserved less allocated, at the end of the profile."""
-        if self.reserved_bytes is None or self.allocated_bytes is None:
-            return None
-        return self.reserved_bytes - self.allocated_bytes
-
-    @property
-    def never_used_bytes(self) -> int | None:
-        """Reserved less the most that was ever allocated: memory that is in pieces."""
-        if self.reserved_bytes is None or self.allocated_peak_bytes is None:
-            return None
-        return max(0, self.reserved_bytes - self.allocated_peak_bytes)
-
-
-def read_memory(path: Path) -> RankMemory | None:
-    """What a rank wrote; None where it is torn."""
-    try:
-        raw = json.loads(read_plain(path))
-        values = {key: raw.get(key) for key in RankMemory.__dataclass_fields__}
-    except (OSError, ValueError, AttributeError):
-        return None
-    return RankMemory(**values) if isinstance(values["device"], str) else None
-
-
-def advice(memory: RankMemory) -> str | None:
-    """One line where memory is in pieces; None where it is well."""
-    loose, reserved = memory.never_used_bytes, memory.reserved_bytes
-    if loose is None or not reserved:
-        return None
-    retries = memory.alloc_retries or 0
-    if retries == 0 and (loose < LARGE * reserved or loose < LARGE_BYTES):
-        return None
-    again = f", allocations were retried {retries} times" if retries else ""
-    return (
-        f"{loose / 2**30:.1f} of {reserved / 2**30:.1f} GiB are reserved and were never in use"
-        f"{again}: try --env {EXPANDABLE}"
-    )
-
-
 MOST = 0.5
 MUCH = 0.3
 CLEAR = 1.5
@@ -112,27 +40,15 @@ WAITS = 0.1
 """Of the step: how much less the rank that is waited for communicates than the one that waits."""
 
 
-class Bound(StrEnum):
-    """What holds training up: a closed set."""
-
-    COMPUTE = "compute"
-    COMMUNICATION = "communication"
-    DATA = "data"
-    MEMORY = "memory"
-    HOST = "host"
-    NONE = "none"
-    """Nothing clearly does."""
-
-
 ADVICE = {
-    Bound.COMPUTE: "the device is busy: faster kernels (engine.compile, bf16) or more ranks help",
-    Bound.COMMUNICATION: "fewer, larger or hidden exchanges help: more accumulation, "
+    Kind.COMPUTE: "the device is busy: faster kernels (engine.compile, bf16) or more ranks help",
+    Kind.COMMUNICATION: "fewer, larger or hidden exchanges help: more accumulation, "
     "engine.dp_replicate across nodes, tp within a node; check NCCL's transport",
-    Bound.DATA: "load ahead of training: more DataLoader workers, pinned memory, "
+    Kind.DATA: "load ahead of training: more DataLoader workers, pinned memory, "
     "data on a faster disk",
-    Bound.MEMORY: "copies and allocations cost: pin host memory, copy without blocking, "
-    "keep shapes constant; see the memory below",
-    Bound.HOST: "the device waits for Python: larger batches, engine.compile, fewer .item()",
+    Kind.MEMORY: "copies and allocations cost: pin host memory, copy without blocking, "
+    "keep shapes constant",
+    Kind.HOST: "the device waits for Python: larger batches, engine.compile, fewer .item()",
 }
 
 
@@ -141,15 +57,15 @@ class ProfileVerdict:
     """What a profile says.
 
     Attributes:
-        bound: Of the run.
+        bound: What holds up the run; None where nothing clearly does.
         bounds: Of each rank.
         waited_for: The rank that the others wait for; None where nobody waits noticeably.
         waiting: Largest share of a step that another rank communicates more than it.
         shares: What `bound` was found from: the waited-for rank's, or the mean of all.
     """
 
-    bound: Bound
-    bounds: dict[int, Bound]
+    bound: Kind | None
+    bounds: dict[int, Kind | None]
     waited_for: int | None
     waiting: float
     shares: dict[Kind, float]
@@ -171,22 +87,22 @@ def judge(ranks: Sequence[RankShares]) -> ProfileVerdict:
 def advice_on(verdict: ProfileVerdict) -> str | None:
     """What may help, in a line; None where nothing clearly holds training up."""
     rank = verdict.waited_for
-    if rank is not None and verdict.bound in {Bound.COMPUTE, Bound.NONE}:
+    if rank is not None and verdict.bound in {Kind.COMPUTE, None}:
         return f"why is rank {rank} slower than the others: more work, or a slower node?"
-    return ADVICE.get(verdict.bound)
+    return None if verdict.bound is None else ADVICE[verdict.bound]
 
 
-def bound_of(shares: Mapping[Kind, float]) -> Bound:
+def bound_of(shares: Mapping[Kind, float]) -> Kind | None:
     """What time of these shares is bound by."""
     outside = {kind: share for kind, share in shares.items() if kind is not Kind.SAVE}
     whole = sum(outside.values())
     if whole <= 0:
-        return Bound.NONE
+        return None
     first, second = sorted(outside, key=lambda kind: -outside[kind])[:2]
     largest = outside[first] / whole
     if largest >= MOST or (largest >= MUCH and outside[first] >= CLEAR * outside[second]):
-        return Bound(first.value)
-    return Bound.NONE
+        return first
+    return None
 
 
 @dataclass(frozen=True)
@@ -202,7 +118,6 @@ class Profile:
     files: FoundProfile
     ranks: list[RankShares]
     verdict: ProfileVerdict | None
-    memories: dict[int, RankMemory]
     problems: dict[int, str]
 
     @property
@@ -221,7 +136,7 @@ class Profile:
             "verdict": None if self.verdict is None else _verdict_as_json(self.verdict),
             "ranks": {
                 str(r.rank): {
-                    "bound": self.verdict.bounds[r.rank].value if self.verdict else None,
+                    "bound": _word(self.verdict.bounds[r.rank]) if self.verdict else None,
                     "device": r.device,
                     "seconds": r.seconds,
                     "steps": {str(step): seconds for step, seconds in r.steps.items()},
@@ -230,13 +145,6 @@ class Profile:
                 }
                 for r in self.ranks
             },
-            "memory": {
-                str(rank): {
-                    **vars(memory_of_rank),
-                    "fragmentation_bytes": memory_of_rank.fragmentation_bytes,
-                }
-                for rank, memory_of_rank in self.memories.items()
-            },
             "snapshots": [
                 str(files[SNAPSHOT]) for files in self.files.files.values() if SNAPSHOT in files
             ],
@@ -244,19 +152,11 @@ class Profile:
             "problems": {str(rank): why for rank, why in self.problems.items()},
         }
 
-    def advice(self) -> list[str]:
-        """What may help, a line each."""
-        on_time = advice_on(self.verdict) if self.verdict is not None else None
-        lines = [on_time] if on_time else []
-        by_rank = {rank: advice(one) for rank, one in self.memories.items()}
-        return lines + [f"rank {rank}: {text}" for rank, text in by_rank.items() if text]
-
 
 def examine(profile_files: FoundProfile) -> Profile:
     """Read a profile. A trace of a GPU run takes seconds."""
     ranks: list[RankShares] = []
     problems: dict[int, str] = {}
-    memories: dict[int, RankMemory] = {}
     for rank, files in profile_files.files.items():
         if PROBLEM in files:
             problems[rank] = _reason_in(files[PROBLEM])
@@ -265,10 +165,7 @@ def examine(profile_files: FoundProfile) -> Profile:
                 ranks.append(read_trace(files[TRACE], rank))
             except TraceUnreadable as error:
                 problems[rank] = str(error)
-        memory_of_rank = read_memory(files[MEMORY]) if MEMORY in files else None
-        if memory_of_rank is not None:
-            memories[rank] = memory_of_rank
-    return Profile(profile_files, ranks, judge(ranks) if ranks else None, memories, problems)
+    return Profile(profile_files, ranks, judge(ranks) if ranks else None, problems)
 
 
 def _reason_in(path: Path) -> str:
@@ -279,9 +176,13 @@ def _reason_in(path: Path) -> str:
         return f"{path} cannot be read: {error.strerror}"
 
 
+def _word(bound: Kind | None) -> str:
+    return "none" if bound is None else bound.value
+
+
 def _verdict_as_json(verdict: ProfileVerdict) -> dict[str, Any]:
     return {
-        "bound": verdict.bound.value,
+        "bound": _word(verdict.bound),
         "waited_for": verdict.waited_for,
         "waiting": verdict.waiting,
         "shares": {kind.value: share for kind, share in verdict.shares.items()},
@@ -291,18 +192,10 @@ def _verdict_as_json(verdict: ProfileVerdict) -> dict[str, Any]:
 WIDTH = 80
 MOST_RANKS = 16
 """Rows shown; the rest is in --json."""
-_HEADS = {
-    Kind.COMPUTE: "compute",
-    Kind.COMMUNICATION: "comm.",
-    Kind.MEMORY: "memory",
-    Kind.DATA: "data",
-    Kind.SAVE: "save",
-    Kind.HOST: "host",
-}
 
 
 def as_text(profile: Profile) -> str:
-    """The verdict, where each rank's time went, memory, what may help, where the files are."""
+    """The verdict, where each rank's time went, what may help, where the files are."""
     window = profile.files.window
     what = f"steps {window.first} to {window.last}"
     if window.first == window.last:
@@ -318,8 +211,7 @@ def as_text(profile: Profile) -> str:
         lines += _wrapped(f"rank {rank}: no trace: {why}", "  ", "    ")
     if unwritten := profile.unwritten:
         lines.append(f"  not written yet: rank {', '.join(map(str, unwritten))}")
-    lines += _memory_lines(profile.memories)
-    for text in profile.advice():
+    if profile.verdict is not None and (text := advice_on(profile.verdict)):
         lines += _wrapped(f"advice: {text}", "  ", "          ")
     lines.append(f"  traces in {profile.files.folder}")
     return "\n".join(lines)
@@ -335,49 +227,30 @@ def verdict_line(verdict: ProfileVerdict) -> str:
 
 
 def _bound_words(verdict: ProfileVerdict) -> str:
-    if verdict.bound is Bound.NONE:
+    if verdict.bound is None:
         largest = sorted(verdict.shares, key=lambda kind: -verdict.shares[kind])[:2]
         parts = " and ".join(f"{percent(verdict.shares[k])} {k.value}" for k in largest)
         return f"without a clear bound: {parts}"
-    share = verdict.shares[Kind(verdict.bound.value)]
+    share = verdict.shares[verdict.bound]
     return f"{verdict.bound.value}-bound: {percent(share)} of the time"
 
 
 def _rows(ranks: Sequence[RankShares], verdict: ProfileVerdict) -> list[str]:
-    heads = "".join(f"{head:>8}" for head in _HEADS.values())
+    heads = "".join(f"{'comm.' if kind is Kind.COMMUNICATION else kind:>8}" for kind in Kind)
     lines = [f"  rank  s/step{heads}  bound by"]
     for r in ranks[:MOST_RANKS]:
-        cells = "".join(f"{percent(r.shares[kind]):>8}" for kind in _HEADS)
+        cells = "".join(f"{percent(r.shares[kind]):>8}" for kind in Kind)
         step_s = r.seconds / len(r.steps)
-        bound = verdict.bounds[r.rank]
-        word = "-" if bound is Bound.NONE else bound.value
-        lines.append(f"  {r.rank:>4}  {_seconds(step_s):>6}{cells}  {word}")
+        lines.append(
+            f"  {r.rank:>4}  {_seconds(step_s):>6}{cells}  {verdict.bounds[r.rank] or '-'}"
+        )
     if len(ranks) > MOST_RANKS:
         lines.append(f"  and {len(ranks) - MOST_RANKS} more ranks: --json shows them all")
     return lines
 
 
-def _memory_lines(memories: dict[int, RankMemory]) -> list[str]:
-    lines = []
-    for rank, memory in list(memories.items())[:MOST_RANKS]:
-        loose = memory.fragmentation_bytes
-        if loose is None:
-            continue
-        numbers = (
-            f"allocated {_gib(memory.allocated_bytes)} (peak {_gib(memory.allocated_peak_bytes)}), "
-            f"reserved {_gib(memory.reserved_bytes)}, fragmentation {_gib(loose)} GiB, "
-            f"retries {memory.alloc_retries}, out of memory {memory.ooms}"
-        )
-        lines += _wrapped(f"memory of rank {rank}: {numbers}", "  ", "    ")
-    return lines
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"  # noqa: PLR2004 - four figures
-
-
-def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**30:.1f}"
 
 
 def _wrapped(text: str, first: str, following: str | None = None) -> list[str]:

@@ -1,7 +1,7 @@
 """What could go better, each with its evidence and what to do. Pure; no advice without numbers.
 
 A rule looks at what was gathered and gives an advice or nothing. Its thresholds stand here, beside
-their reasons. Errors are the doctor's, memory is the profile's, a slow rank is the status's.
+their reasons. Errors are the doctor's, a slow rank is the status's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.core.base.text import count, duration
+from hpctrain.core.base.text import count, duration, size
 from hpctrain.ledger.history.goodput import TimeClass
 from hpctrain.ledger.history.progress import HOW_TO_REPORT
 from hpctrain.ledger.history.run_state import EndCause
-from hpctrain.ledger.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.observe.report import gather
 from hpctrain.observe.report.summary import ended, percent, step_seconds
 
@@ -35,10 +34,8 @@ LEAST_ALLOCATED_S = 600.0
 """Shares of a shorter run say little: its start is most of it."""
 NODE_ENDS = 2
 """Ends on one node: one may be chance."""
-INTERVAL_FACTOR = 3.0
-"""Within a factor of three of the best interval little is lost."""
-INTERVAL_SHARE = 0.005
-"""Of the time that is at stake; a save that costs a moment may come as often as one likes."""
+LOOSE_SHARE, LOOSE_BYTES = 0.25, 1 << 30
+"""Of what is reserved: from here on memory in pieces is worth a line."""
 NAMED = 8
 """Attempts that an evidence lists."""
 
@@ -91,7 +88,7 @@ def _of_allocated(share: float) -> str:
 
 def blocking_saves(data: ReportData) -> Iterator[Advice]:
     """Training stands still for its saves."""
-    share, saves = _share(data, TimeClass.SAVE), data.history.saves
+    share, saves = _share(data, TimeClass.SAVE), data.saves
     if share <= SAVE_SHARE or not saves:
         return
     stall = gather.median([save.cost_s for save in saves])
@@ -130,7 +127,7 @@ def bad_node(data: ReportData) -> Iterator[Advice]:
     """One node ended several attempts."""
     ends: dict[str, list[AttemptView]] = defaultdict(list)
     by_number = {one.number: one for one in data.status.attempts}
-    excluded = {(number, node) for number, node in data.history.excluded}
+    excluded = {(number, node) for number, node in data.excluded}
     for number, node in sorted(excluded, key=lambda attempt: (attempt[0] or 0, attempt[1])):
         if number in by_number:
             ends[node].append(by_number[number])
@@ -207,36 +204,6 @@ def warm_up(data: ReportData) -> Iterator[Advice]:
     )
 
 
-def interval(data: ReportData) -> Iterator[Advice]:
-    """The interval between saves was set by hand, and far from what would cost least."""
-    cost = data.costs
-    chosen = as_set(data.spec.settings.checkpoint) if data.spec is not None else None
-    if cost is None or chosen is None or cost.cost_s <= 0 or data.spec is None:
-        return
-    step_s = gather.median([gather.step_p50(mark) for mark in data.history.marks])
-    seconds = chosen.steps * step_s if chosen.steps and step_s is not None else chosen.seconds
-    nodes = max((len(attempt.nodes) for attempt in data.status.attempts), default=1)
-    between = mtbf_s(data.failures, nodes)
-    best = max(daly_s(cost.cost_s, between), 10.0)
-    limit = data.spec.settings.checkpoint.max_loss_s
-    best = min(best, limit) if limit > 0 else best
-    if seconds <= 0 or 1 / INTERVAL_FACTOR <= seconds / best <= INTERVAL_FACTOR:
-        return
-    how = "rarely" if seconds > best else "often"
-    stake = (seconds - best) / (2 * between) if seconds > best else cost.cost_s / seconds
-    if stake < INTERVAL_SHARE:
-        return
-    yield Advice(
-        "interval",
-        f"Saves come too {how}",
-        f"every {duration(seconds)} ({chosen.why}); a save costs {step_seconds(cost.cost_s)} and "
-        f"one failure in {duration(between)} is to be expected, for which "
-        f"{duration(best)} is the best",
-        "let hpctrain choose: `--set checkpoint.interval_steps=0 --set checkpoint.interval_s=0`",
-        stake,
-    )
-
-
 def lost_steps(data: ReportData) -> Iterator[Advice]:
     """Attempts ended without a save, and what they had done was done again."""
     share = _share(data, TimeClass.REDONE)
@@ -306,6 +273,28 @@ def stood_still(data: ReportData) -> Iterator[Advice]:
     yield Advice("no-progress", "Ranks stood still", evidence, do, share)
 
 
+def loose_memory(data: ReportData) -> Iterator[Advice]:
+    """Memory is reserved and was never in use: it is in pieces.
+
+    Between steps much is free in any run, so peaks and retried allocations tell.
+    """
+    held = gather.memory(data.ranks)
+    if held is None or not held.reserved:
+        return
+    pairs = list(zip(held.reserved, held.peak, strict=True))
+    loose = [max(0.0, reserved - peak) for reserved, peak in pairs]
+    worst = max(range(len(loose)), key=loose.__getitem__)
+    reserved = held.reserved[worst]
+    large = loose[worst] >= LOOSE_SHARE * reserved and loose[worst] >= LOOSE_BYTES
+    if not (large or (held.retries and loose[worst] > 0)):
+        return
+    again = f"; {held.retries:.0f} allocations were tried again" if held.retries else ""
+    evidence = f"rank {worst} never used {size(round(loose[worst]))} of the "
+    evidence += f"{size(round(reserved))} that it reserved{again}"
+    do = "`--env PYTORCH_ALLOC_CONF=expandable_segments:True`"
+    yield Advice("memory", "Memory is in pieces", evidence, do)
+
+
 def reports_nothing(data: ReportData) -> Iterator[Advice]:
     """Nobody knows what was lost, nor what else could be advised."""
     words = data.status.reported
@@ -333,5 +322,5 @@ RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
     stood_still,
     start_up,
     warm_up,
-    interval,
+    loose_memory,
 )

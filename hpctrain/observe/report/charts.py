@@ -8,6 +8,7 @@ data waits and saves inside a stretch of steps are known as sums only, so a stre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,10 @@ from hpctrain.observe.report.summary import (
     when,
     where,
 )
+from hpctrain.observe.status.event_lines import metrics_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
     from hpctrain.observe.report.gather import ReportData
@@ -49,7 +51,7 @@ def charts(data: ReportData) -> list[Chart]:
     """All charts of one run, in the order of the page."""
     makers = (
         attempts_chart,
-        waterfall,
+        time_chart,
         loss,
         throughput,
         memory_chart,
@@ -121,58 +123,37 @@ def _bar_words(bar: Bar, view: AttemptView | None) -> str:
     return "<br>".join(lines)
 
 
-def waterfall(data: ReportData) -> Chart:
-    """From all allocated time down to useful steps."""
+def time_chart(data: ReportData) -> Chart:
+    """What the allocated time went to, the largest class first."""
     key, title = "goodput", "Where the allocated time went"
     spent = data.status.goodput
     if spent.allocated_s <= 0:
         return Chart(key, title, "Nothing was allocated so far.")
-    kept, lost = _kept(data), _lost(data)
-    parts = [100 * seconds / spent.allocated_s for _, seconds in lost]
-    useful = 100 * spent.node_seconds[kept] / spent.allocated_s
-    names = ["allocated", *(NAMES[kind] for kind, _ in lost), _name(kept)]
+    # All of the time of a program that reports no step is "other".
+    names = NAMES | ({TimeClass.OTHER: "running"} if data.status.reported.is_silent else {})
+    rows = sorted(
+        ((kind, seconds) for kind, seconds in spent.node_seconds.items() if seconds > 0),
+        key=lambda row: -row[1],
+    )
+    shares = [seconds / spent.allocated_s for _, seconds in rows]
     trace = {
-        "type": "waterfall",
+        "type": "bar",
         "orientation": "h",
-        "measure": [*["relative"] * (len(lost) + 1), "total"],
-        "y": names,
-        "x": [100.0, *(-part for part in parts), 0],
-        "text": [
-            "100 %",
-            *(f"\u2212{percent(part / 100)}" for part in parts),
-            percent(useful / 100),
-        ],
-        "textposition": ["inside", *["outside"] * (len(lost) + 1)],
+        "y": [names[kind] for kind, _ in rows],
+        "x": [100 * share for share in shares],
+        "text": [percent(share) for share in shares],
+        "textposition": "outside",
         "cliponaxis": False,
-        "hovertext": _waterfall_words(data),
+        "hovertext": [f"{node_hours(seconds)} node-hours" for _, seconds in rows],
         "hoverinfo": "text",
-        "connector": {"line": {"color": "#9aa3ae", "width": 1}},
-        "increasing": {"marker": {"color": COLOURS[TimeClass.STARTUP]}},
-        "decreasing": {"marker": {"color": COLOURS[TimeClass.REDONE]}},
-        "totals": {"marker": {"color": COLOURS[kept]}},
+        "marker": {"color": [COLOURS[kind] for kind, _ in rows]},
     }
     shape = layout(
-        90 + 30 * len(names),
-        xaxis=axis("% of allocated time", range=[-14, 118], tickvals=[0, 25, 50, 75, 100]),
+        90 + 30 * len(rows),
+        xaxis=axis("% of allocated time", range=[0, 118], tickvals=[0, 25, 50, 75, 100]),
         yaxis=axis("", autorange="reversed"),
     )
     return Chart(key, title, _goodput_words(data), {"data": [trace], "layout": shape})
-
-
-def _kept(data: ReportData) -> TimeClass:
-    """What training itself is called; a program that reports no step has nothing but "other"."""
-    return TimeClass.OTHER if data.status.reported.is_silent else TimeClass.STEP
-
-
-def _name(kept: TimeClass) -> str:
-    return "running" if kept is TimeClass.OTHER else NAMES[kept]
-
-
-def _lost(data: ReportData) -> list[tuple[TimeClass, float]]:
-    """Node-seconds that did not go to training, the largest class first."""
-    spent, kept = data.status.goodput.node_seconds, _kept(data)
-    lost = [(kind, spent[kind]) for kind in NAMES if kind is not kept and spent.get(kind, 0) > 0]
-    return sorted(lost, key=lambda one: -one[1])
 
 
 def _goodput_words(data: ReportData) -> str:
@@ -189,21 +170,13 @@ def _goodput_words(data: ReportData) -> str:
     )
 
 
-def _waterfall_words(data: ReportData) -> list[str]:
-    spent = data.status.goodput
-    kept = _kept(data)
-    rows = [("allocated", spent.allocated_s), *((NAMES[k], s) for k, s in _lost(data))]
-    rows.append((_name(kept), spent.node_seconds[kept]))
-    return [f"<b>{name}</b><br>{node_hours(s)} node-hours" for name, s in rows]
-
-
 # ---- curves
 
 
 def loss(data: ReportData) -> Chart:
     """Each step once, with marks where an attempt continued."""
     key, title = "loss", "Loss"
-    kept = data.history.kept
+    kept = data.kept
     with_loss = [mark for mark in kept if mark.loss is not None]
     if not with_loss:
         return Chart(key, title, f"No loss to show: {_why_no_marks(data, 'loss')}.")
@@ -222,7 +195,7 @@ def loss(data: ReportData) -> Chart:
         norm = gather.by_step(kept, lambda mark: mark.grad_norm)
         traces.append(line(norm, "gradient norm", SERIES[1], yaxis="y2"))
         shape["yaxis2"] = axis("gradient norm", domain=[0, 0.34])
-    went_on = sum(1 for one in data.history.resumes if one.step > 0)
+    went_on = sum(1 for one in data.resumes if one.step > 0)
     again = f" {count(went_on, 'resume')} marked; steps that were done again count once."
     odd = sum(1 for mark in kept if mark.loss is None)
     words = (
@@ -237,8 +210,8 @@ def loss(data: ReportData) -> Chart:
 def _resume_marks(data: ReportData) -> dict[str, Any]:
     """A triangle on the loss where an attempt resumed from a checkpoint."""
     views = {resume.number: resume for resume in data.status.attempts}
-    at = {mark.last: mark.loss for mark in data.history.kept if mark.loss is not None}
-    resumes = [resume for resume in data.history.resumes if resume.step in at]
+    at = {mark.last: mark.loss for mark in data.kept if mark.loss is not None}
+    resumes = [resume for resume in data.resumes if resume.step in at]
     stride = max(1, len(resumes) // MOST_RESUMES)
     resumes = resumes[-1::-stride][::-1]
     texts = []
@@ -247,16 +220,9 @@ def _resume_marks(data: ReportData) -> dict[str, Any]:
         why = f" after {ended(before)}" if before is not None else ""
         on = f" on {escape(where(view))}" if view is not None else ""
         texts.append(f"attempt {resume.attempt} resumed from step {resume.step:,}{on}{escape(why)}")
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "resumed",
-        "marker": {"symbol": "triangle-down", "size": 10, "color": COLOURS[TimeClass.REDONE]},
-        "x": [resume.step for resume in resumes],
-        "y": [at[resume.step] for resume in resumes],
-        "hovertext": texts,
-        "hoverinfo": "text",
-    }
+    steps = [resume.step for resume in resumes]
+    marker = {"symbol": "triangle-down", "size": 10, "color": COLOURS[TimeClass.REDONE]}
+    return _markers("resumed", marker, steps, [at[step] for step in steps], texts)
 
 
 def _evaluated_loss(data: ReportData) -> dict[str, Any]:
@@ -266,17 +232,25 @@ def _evaluated_loss(data: ReportData) -> dict[str, Any]:
     texts = [
         escape(
             f"step {row.step:,} evaluated{', best' if row.is_best else ''}: "
-            + ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
+            + metrics_in_words(row.metrics)
         )
         for row in rows
     ]
+    marker = {"symbol": "diamond", "size": 9, "color": SERIES[2]}
+    steps = [row.step for row in rows]
+    return _markers("evaluated loss", marker, steps, [row.metrics["loss"] for row in rows], texts)
+
+
+def _markers(
+    name: str, marker: dict[str, Any], x: Sequence[int], y: Sequence[Any], texts: Sequence[str]
+) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": "evaluated loss",
-        "marker": {"symbol": "diamond", "size": 9, "color": SERIES[2]},
-        "x": [row.step for row in rows],
-        "y": [row.metrics["loss"] for row in rows],
+        "name": name,
+        "marker": marker,
+        "x": x,
+        "y": y,
         "hovertext": texts,
         "hoverinfo": "text",
     }
@@ -285,7 +259,7 @@ def _evaluated_loss(data: ReportData) -> dict[str, Any]:
 def throughput(data: ReportData) -> Chart:
     """How much a second, over wall time, with what was done again."""
     key, title = "throughput", "Throughput"
-    marks = data.history.marks
+    marks = data.marks
     unit = gather.unit_of(marks)
     rates = [unit.rate(mark) for mark in marks]
     middle = gather.median(rates)
@@ -304,7 +278,7 @@ def throughput(data: ReportData) -> Chart:
 
 
 def _why_no_marks(data: ReportData, what: str) -> str:
-    if not data.history.marks:
+    if not data.marks:
         return "no step is on record"
     return f"the program reports no {what} with its steps"
 
@@ -321,22 +295,11 @@ def memory_chart(data: ReportData) -> Chart:
     held = gather.memory(data.ranks)
     if held is None or not any(held.peak):
         return Chart(key, title, "No memory to show: no rank reported its device's.")
-    groups = gather.groups(len(held.peak), gather.MOST_BARS)
-    names = [
-        str(group.start) if len(group) == 1 else f"{group.start}-{group[-1]}" for group in groups
-    ]
     rows = [("in use at most", held.peak, SERIES[0])]
     if held.reserved:
         rows.insert(0, ("reserved", held.reserved, "#b7c3d3"))
     traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": names,
-            "y": [round(max(values[at] for at in group) / GIB, 3) for group in groups],
-            "marker": {"color": colour},
-            "hovertemplate": "rank %{x}<br>%{y:.2f} GiB<extra>" + name + "</extra>",
-        }
+        _rank_bars(name, colour, len(values), "GiB", partial(_most_gib, values))
         for name, values, colour in rows
     ]
     top = max(range(len(held.peak)), key=held.peak.__getitem__)
@@ -365,10 +328,6 @@ def waits_chart(data: ReportData) -> Chart:
     waits = gather.waits(data.ranks)
     if waits is None:
         return Chart(key, title, f"No waits to show: {NO_RANKS}.")
-    groups = gather.groups(len(waits.wall_s), gather.MOST_BARS)
-    names = [
-        str(group.start) if len(group) == 1 else f"{group.start}-{group[-1]}" for group in groups
-    ]
     own = waits.own_s
     rest = [
         max(0.0, wall - data_s - (own[rank] if own is not None else 0.0))
@@ -381,14 +340,7 @@ def waits_chart(data: ReportData) -> Chart:
     else:
         rows.append(("work, and waiting for others", rest, "#8896ab"))
     traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": names,
-            "y": [_share(values, waits.wall_s, group) for group in groups],
-            "marker": {"color": colour},
-            "hovertemplate": "rank %{x}<br>%{y:.1f} %<extra>" + name + "</extra>",
-        }
+        _rank_bars(name, colour, len(values), "%", partial(_share, values, waits.wall_s))
         for name, values, colour in rows
     ]
     shape = layout(
@@ -399,6 +351,25 @@ def waits_chart(data: ReportData) -> Chart:
     )
     drawn = {"data": traces, "layout": shape}
     return Chart(key, title, _waits_words(waits), drawn, has_legend=True)
+
+
+def _rank_bars(
+    name: str, colour: str, ranks: int, unit: str, value: Callable[[range], float]
+) -> dict[str, Any]:
+    """A bar for each rank; of many for neighbours together."""
+    groups = gather.groups(ranks, gather.MOST_BARS)
+    return {
+        "type": "bar",
+        "name": name,
+        "x": [f"{of.start}" if len(of) == 1 else f"{of.start}-{of[-1]}" for of in groups],
+        "y": [value(of) for of in groups],
+        "marker": {"color": colour},
+        "hovertemplate": f"rank %{{x}}<br>%{{y:.4g}} {unit}<extra>{name}</extra>",
+    }
+
+
+def _most_gib(values: Sequence[float], group: range) -> float:
+    return round(max(values[at] for at in group) / GIB, 3)
 
 
 def _share(values: Sequence[float], wall_s: Sequence[float], group: range) -> float:
@@ -426,10 +397,10 @@ def _waits_words(waits: gather.Waits) -> str:
 def saves_chart(data: ReportData) -> Chart:
     """What each checkpoint cost."""
     key, title = "saves", "What checkpoints cost"
-    saves = [save for save in data.history.saves if save.step is not None]
+    saves = [save for save in data.saves if save.step is not None]
     if not saves:
         none = "No checkpoint of a known step was committed."
-        return Chart(key, title, none if data.history.saves else "No checkpoint was committed.")
+        return Chart(key, title, none if data.saves else "No checkpoint was committed.")
     shown = gather.thin_saves(saves)
     x = [save.step for save in shown]
     rows = (
@@ -474,7 +445,7 @@ def saves_chart(data: ReportData) -> Chart:
 
 
 def _saves_words(data: ReportData) -> str:
-    saves = data.history.saves
+    saves = data.saves
     stall, whole = (
         gather.median([save.cost_s for save in saves]),
         gather.median([save.seconds for save in saves]),
@@ -483,7 +454,7 @@ def _saves_words(data: ReportData) -> str:
     words = f"{count(len(saves), 'save')}: training stopped {step_seconds(stall)} for one"
     words += f", committed after {step_seconds(whole)} (medians)"
     words += f", {size(weight)} each" if weight else ""
-    missed = sum(data.history.missed.values())
+    missed = data.missed
     return f"{words}.{f' {missed} more failed or were left out.' if missed else ''}"
 
 

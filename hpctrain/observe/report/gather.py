@@ -18,7 +18,6 @@ from hpctrain.core.settings.spec import Spec, spec_or_why
 from hpctrain.ledger.history.progress import RankSample, rank_sample
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import Restore, SaveRecord, StepMark
-from hpctrain.ledger.plan.interval import Costs, Failures, costs, failures
 from hpctrain.ledger.run.event_fields import finite
 from hpctrain.observe.status.text import unaccounted
 
@@ -232,44 +231,18 @@ class StepRow:
         return self.last - self.first + 1
 
 
-@dataclass(frozen=True)
-class History:
-    """What the ledger says of the run's steps.
-
-    `marks` has every mark, also of steps that were done again; `kept` each step of the newest state
-    once. `missed` counts saves that failed or were left out, by kind of event; `excluded` has
-    nodes, each with the attempt that did without.
-    """
-
-    marks: tuple[StepRow, ...]
-    kept: tuple[StepRow, ...]
-    resumes: tuple[Restore, ...]
-    saves: tuple[SaveRecord, ...]
-    missed: dict[str, int]
-    excluded: tuple[tuple[int | None, str], ...]
-
-
-def steps_of(run: RunHistory) -> History:
-    """The run's steps and saves, sorted."""
+def steps_of(run: RunHistory) -> tuple[list[StepRow], list[StepRow]]:
+    """Every mark, also of steps that were done again; and each step of the newest state once."""
     marks: list[StepRow] = []
     kept: list[StepRow] = []
-    resumes: list[Restore] = []
     for point in run.training:
         if isinstance(point, Restore):
             while kept and kept[-1].last > point.step:
                 kept.pop()
-            resumes.append(point)
         elif (mark := _mark(point)) is not None:
             marks.append(mark)
             kept.append(mark)
-    return History(
-        marks=tuple(marks),
-        kept=tuple(kept),
-        resumes=tuple(resumes),
-        saves=tuple(save for save in run.saves if save.committed),
-        missed=Counter(save.kind for save in run.saves if not save.committed),
-        excluded=tuple(run.excluded),
-    )
+    return marks, kept
 
 
 def _mark(mark: StepMark) -> StepRow | None:
@@ -287,17 +260,26 @@ def _mark(mark: StepMark) -> StepRow | None:
 class ReportData:
     """All that a report shows of one run.
 
-    `ranks` are the samples of every attempt that has some, in order; `problems` what could not be
-    read, a line each.
+    Attributes:
+        marks: All of its steps, also those that were done again.
+        kept: Each step of the newest state once.
+        saves: Those that were committed.
+        missed: How many saves failed or were left out.
+        excluded: Nodes, each with the attempt that did without.
+        ranks: The samples of every attempt that has some, in order.
+        problems: What could not be read, a line each.
     """
 
     status: RunStatus
-    history: History
-    ranks: tuple[RankSample, ...]
-    costs: Costs | None
-    failures: Failures
+    marks: Sequence[StepRow]
+    kept: Sequence[StepRow]
+    resumes: Sequence[Restore]
+    saves: Sequence[SaveRecord]
+    missed: int
+    excluded: Sequence[tuple[int | None, str]]
+    ranks: Sequence[RankSample]
     spec: Spec | None
-    problems: tuple[str, ...]
+    problems: Sequence[str]
 
     @property
     def steps_lost(self) -> int | None:
@@ -315,14 +297,19 @@ def gather(run: RunDir, status: RunStatus) -> ReportData:
     if status.answer.unaccounted:
         problems.append(unaccounted(status.answer.unaccounted))
     samples, torn = _samples(run, [one.number for one in status.attempts])
+    marks, kept = steps_of(history)
+    saves = [save for save in history.saves if save.committed]
     return ReportData(
         status=status,
-        history=steps_of(history),
-        ranks=tuple(samples),
-        costs=costs(history),
-        failures=failures(history),
+        marks=marks,
+        kept=kept,
+        resumes=[point for point in history.training if isinstance(point, Restore)],
+        saves=saves,
+        missed=len(history.saves) - len(saves),
+        excluded=history.excluded,
+        ranks=samples,
         spec=spec,
-        problems=(*problems, *([why] if why else []), *torn),
+        problems=[*problems, *([why] if why else []), *torn],
     )
 
 

@@ -1,4 +1,4 @@
-"""A report as text, and as one HTML page that needs no network: all that it needs is inside. Pure.
+"""A report as one HTML page that needs no network; its advice also as text. Pure.
 
 Whatever comes from a run (names, nodes, tracebacks) is text here, never markup: `escape` for what
 stands in the page, and in the JSON of the charts no "<" that could end a script. A policy in the
@@ -20,11 +20,8 @@ from hpctrain.ledger.history.run_state import RunState
 from hpctrain.observe.report.advice import advice
 from hpctrain.observe.report.charts import charts
 from hpctrain.observe.report.summary import (
-    ATTEMPT_TITLES,
     EVALUATION_TITLES,
-    NUMBERS,
     Chart,
-    attempt_rows,
     evaluation_rows,
     facts,
     failure_groups,
@@ -32,6 +29,7 @@ from hpctrain.observe.report.summary import (
     nothing_to_show,
     when,
 )
+from hpctrain.observe.status.tables import attempt_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,10 +196,12 @@ def _with_code(text: str) -> str:
 
 
 def _attempts(data: ReportData) -> str:
-    rows = attempt_rows(data)
-    if not rows:
+    if not data.status.attempts:
         return '<p class="none">No attempt is on record.</p>'
-    return _table(ATTEMPT_TITLES, rows, NUMBERS)
+    columns = attempt_columns(data.status, data.status.attempts)
+    numbers = frozenset(column.title for column in columns if column.right)
+    rows = [[str(cell) for cell in row] for row in zip(*(c.cells for c in columns), strict=True)]
+    return _table([column.title for column in columns], rows, numbers)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: frozenset[str]) -> str:
@@ -245,14 +245,9 @@ def _foot(data: ReportData) -> str:
 
 
 def as_text(data: ReportData, *, width: int = 80) -> str:
-    """Numbers, charts in words and advice, at most `width` columns wide but for names.
-
-    Tables of attempts, failures and evaluations are those of `hpctrain status`.
-    """
+    """Advice, at most `width` columns wide but for names; numbers are those of `status`."""
     parts = [
         data.status.name,
-        _facts_text(data, width),
-        _words(data, width),
         _advice_text(data, width),
         "\n".join(wrap(f"note: {problem}", width) for problem in data.problems),
     ]
@@ -269,20 +264,6 @@ def wrap(text: str, width: int, indent: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _facts_text(data: ReportData, width: int) -> str:
-    return "\n".join(
-        wrap(f"{one.label:21}{one.value}{f'  ({one.more})' if one.more else ''}", width)
-        for one in facts(data)
-    )
-
-
-def _words(data: ReportData, width: int) -> str:
-    """What each chart would say; the first is of colours."""
-    drawn = charts(data)[1:]
-    lines = [f"{one.title.lower()}: {one.words}" for one in drawn if one.figure is not None]
-    return "\n".join(wrap(line, width) for line in [*lines, nothing_to_show(drawn)] if line)
 
 
 def _advice_text(data: ReportData, width: int) -> str:

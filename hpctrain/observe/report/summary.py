@@ -7,15 +7,13 @@ import textwrap
 import time
 from dataclasses import dataclass
 from html import escape
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.text import count, duration, fold_nodes
 from hpctrain.ledger.history.goodput import Goodput, TimeClass
 from hpctrain.ledger.history.progress import NO_STEP
-from hpctrain.ledger.history.run_state import OVER
 from hpctrain.observe.report import gather
-from hpctrain.observe.status.event_lines import incident_lines
+from hpctrain.observe.status.event_lines import incident_lines, metrics_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     from hpctrain.observe.report.gather import Point, ReportData
 
 
-ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")
-NUMBERS = frozenset({"#", "ran", "lost"})
-"""Columns that stand to the right."""
 EVALUATION_TITLES = ("step", "state", "metrics", "why")
 
 
@@ -122,7 +117,7 @@ def _ends(data: ReportData) -> str:
 
 
 def _speed(data: ReportData) -> list[Fact]:
-    marks = data.history.marks
+    marks = data.marks
     unit = gather.unit_of(marks)
     rate = gather.median([unit.rate(mark) for mark in marks])
     facts_of_speed = []
@@ -136,54 +131,17 @@ def _speed(data: ReportData) -> list[Fact]:
     return facts_of_speed
 
 
-def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
-    """A row per attempt under `ATTEMPT_TITLES`; times to the minute, in this machine's zone."""
-    attempts = list(data.status.attempts)
-    rows: list[tuple[str, ...]] = []
-    for attempt, following in zip_longest(attempts, attempts[1:]):
-        rows.append(
-            (
-                str(attempt.number),
-                attempt.job_id or NOTHING,
-                where(attempt),
-                when(attempt.started),
-                duration(_until(data, attempt) - attempt.started),
-                _end(data, attempt),
-                steps(attempt),
-                NOTHING if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
-                recovered(following),
-            )
-        )
-    return rows
-
-
 def evaluation_rows(data: ReportData) -> list[tuple[str, ...]]:
     """A row per checkpoint that was or is to be evaluated, the newest first."""
     return [
         (
             f"{row.step:,}",
             f"{row.state}, best" if row.is_best else row.state,
-            ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()) or NOTHING,
+            metrics_in_words(row.metrics) or NOTHING,
             row.why or NOTHING,
         )
         for row in data.status.evaluations
     ]
-
-
-def _is_done(data: ReportData, attempt: AttemptView) -> bool:
-    """Whether it is over though no end of it is on record: a run in a terminal has no agent."""
-    return attempt.ended is None and data.status.state in OVER
-
-
-def _until(data: ReportData, attempt: AttemptView) -> float:
-    seen = data.status.progress.seen
-    if _is_done(data, attempt) and seen is not None:
-        return seen
-    return data.status.now if attempt.ended is None else attempt.ended
-
-
-def _end(data: ReportData, attempt: AttemptView) -> str:
-    return data.status.state.value if _is_done(data, attempt) else ended(attempt)
 
 
 def failure_groups(data: ReportData) -> list[FailureGroup]:
@@ -217,38 +175,24 @@ def failure_line(group: FailureGroup) -> str:
     return f"{which}: {group.where or 'somewhere'}, {group.cause}"
 
 
-NAMES = {
-    TimeClass.STEP: "useful steps",
-    TimeClass.DATA: "waiting for data",
-    TimeClass.SAVE: "stopped for saves",
-    TimeClass.STARTUP: "start-up",
-    TimeClass.RESTORE: "restore",
-    TimeClass.WARM_UP: "first step (warm-up)",
-    TimeClass.REDONE: "steps done again",
-    TimeClass.NO_PROGRESS: "without progress",
-    TimeClass.SUSPENDED: "suspended",
-    TimeClass.STALL: "stall",
-    TimeClass.TEARDOWN: "teardown",
-    TimeClass.OTHER: "other",
-    TimeClass.QUEUE: "in the queue",
+_CLASSES = {
+    TimeClass.STEP: ("useful steps", "#2f9e63"),
+    TimeClass.DATA: ("waiting for data", "#e0a22e"),
+    TimeClass.SAVE: ("stopped for saves", "#2f7fc1"),
+    TimeClass.STARTUP: ("start-up", "#8896ab"),
+    TimeClass.RESTORE: ("restore", "#6a62b7"),
+    TimeClass.WARM_UP: ("first step (warm-up)", "#b184cf"),
+    TimeClass.REDONE: ("steps done again", "#d64550"),
+    TimeClass.NO_PROGRESS: ("without progress", "#a83279"),
+    TimeClass.SUSPENDED: ("suspended", "#4f7d8c"),
+    TimeClass.STALL: ("stall", "#8f2d38"),
+    TimeClass.TEARDOWN: ("teardown", "#a8835a"),
+    TimeClass.OTHER: ("other", "#59616d"),
+    TimeClass.QUEUE: ("in the queue", "#c3c9d2"),
 }
 """Every class in the order in which charts show it."""
-
-COLOURS = {
-    TimeClass.STEP: "#2f9e63",
-    TimeClass.DATA: "#e0a22e",
-    TimeClass.SAVE: "#2f7fc1",
-    TimeClass.STARTUP: "#8896ab",
-    TimeClass.RESTORE: "#6a62b7",
-    TimeClass.WARM_UP: "#b184cf",
-    TimeClass.REDONE: "#d64550",
-    TimeClass.NO_PROGRESS: "#a83279",
-    TimeClass.SUSPENDED: "#4f7d8c",
-    TimeClass.STALL: "#8f2d38",
-    TimeClass.TEARDOWN: "#a8835a",
-    TimeClass.OTHER: "#59616d",
-    TimeClass.QUEUE: "#c3c9d2",
-}
+NAMES = {kind: name for kind, (name, _) in _CLASSES.items()}
+COLOURS = {kind: colour for kind, (_, colour) in _CLASSES.items()}
 SERIES = ("#2f7fc1", "#d9822b", "#2f9e63", "#b1479a", "#8f6f3f", "#3fa7a7", "#d64550", "#6a62b7")
 """Of curves that stand side by side."""
 
@@ -306,23 +250,6 @@ def ended(attempt: AttemptView) -> str:
 def where(attempt: AttemptView) -> str:
     """Its nodes, folded."""
     return fold_nodes(attempt.nodes) or NOTHING
-
-
-def steps(attempt: AttemptView) -> str:
-    """From which step to which, and where the first one's state came from but for the disk."""
-    if attempt.first_step is None and attempt.last_step is None:
-        return NOTHING
-    last = "?" if attempt.last_step is None else f"{attempt.last_step:,}"
-    source = f" ({attempt.read_from})" if attempt.read_from not in {"", "disk"} else ""
-    return f"{attempt.first_step or 0:,}{source} → {last}"
-
-
-def recovered(following: AttemptView | None) -> str:
-    """How long until the next attempt trained: its wait in the queue, and its way to a step."""
-    if following is None or following.ready_s is None:
-        return NOTHING
-    queue = "" if following.queued_s is None else f"{duration(following.queued_s)} queue + "
-    return f"{queue}{duration(following.ready_s)}"
 
 
 BEADS = 60

@@ -273,10 +273,10 @@ _CAUSES = {
 
 
 def _evaluated(fact: kinds.Evaluated) -> str:
-    metrics = [f"{name} {value:.4g}" for name, value in fact.metrics.items()]
-    if not metrics:
+    if not fact.metrics:
         return f"step {_step(fact.step)} was not evaluated{_because(fact.why)}"
-    return f"step {_step(fact.step)} evaluated: {_listed(metrics)}{_if(fact.why, f' ({fact.why})')}"
+    why = _if(fact.why, f" ({fact.why})")
+    return f"step {_step(fact.step)} evaluated: {metrics_in_words(fact.metrics)}{why}"
 
 
 def _stop_requested(fact: kinds.StopRequested) -> str:
@@ -486,51 +486,32 @@ PEERS_SHOWN = 8
 
 
 def incident_lines(seen: Survived) -> list[tuple[str, str]]:
-    """Labels of at most eleven characters, each with its words."""
+    """Labels of at most eleven characters, each with its words: those of its newest event."""
+    apart, memory, differing = seen.out_of_step, seen.memory, seen.guarded.differing
     rows = [
         ("round", _members(seen.members)),
-        ("out of step", "" if seen.out_of_step is None else _out_of_step(seen.out_of_step)),
-        ("memory", "" if seen.memory is None else _memory_row(seen.memory)),
-        ("peers", _peers(seen.members) if seen.memory and seen.memory.steps else ""),
+        ("out of step", f"{apart.summary}{_if(apart.ended, '; ended')}" if apart else ""),
+        ("memory", _memory(memory) if memory else ""),
+        ("peers", _peers(seen.members) if memory and memory.steps else ""),
         ("guards", _guards(seen.guarded)),
-        ("copies", "" if seen.guarded.differing is None else _differing(seen.guarded.differing)),
+        ("copies", _replicas_differ(differing) if differing else ""),
     ]
     return [(label, words) for label, words in rows if words]
 
 
-def guards_in_words(seen: Guarded) -> str:
-    """How often guards saw and did something; "" where they did not."""
+def _guards(seen: Guarded) -> str:
+    """How often guards saw and did something, and what they did last."""
     parts = [
         f"{count(seen.left_out, 'update')} left out" if seen.left_out else "",
         f"{count(seen.rewinds, 'rewind')}" if seen.rewinds else "",
         f"{count(seen.not_finite, 'step')} not finite" if seen.not_finite else "",
         f"{count(seen.spikes, 'spike')}" if seen.spikes else "",
     ]
-    return ", ".join(filter(None, parts))
-
-
-def _guards(seen: Guarded) -> str:
-    words = guards_in_words(seen)
     skipped, rewound = seen.newest_left_out, seen.newest_rewind
-    if skipped is not None:
-        words += f"; left out last: step {_step(skipped.step)}{_guard_reason(skipped.why)}"
-    if rewound is not None:
-        to = "" if rewound.to is None else f" to step {rewound.to:,} or before"
-        words += f"; went back last: at step {_step(rewound.step)}{to}{_guard_reason(rewound.why)}"
-    return words
-
-
-def _who(fact: kinds.ReplicasDiffer) -> str:
-    nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
-    return f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
-
-
-def _differing(fact: kinds.ReplicasDiffer) -> str:
-    what = "had other weights than the others"
-    if not fact.certain:
-        what = "had different weights, and nobody knows whose were right"
-    right = "not known when they were right" if fact.clean is None else f"right at {fact.clean:,}"
-    return f"{_who(fact)} {what} at step {_step(fact.step)} ({right})"
+    last = [_batch_skipped(skipped)] if skipped else []
+    return "; ".join(
+        filter(None, [_listed(parts), *last, *([_rewound(rewound)] if rewound else [])])
+    )
 
 
 def _members(seen: JobMembers) -> str:
@@ -548,24 +529,6 @@ def _members(seen: JobMembers) -> str:
     if seen.rounds > 1:
         parts.append(f"round {seen.rounds} of this job")
     return "; ".join(parts)
-
-
-def _out_of_step(fact: kinds.RanksOutOfStep) -> str:
-    who = fold_ranks(fact.ranks) if fact.ranks else "some ranks"
-    return f"{fact.summary or f'{who} call other collectives'}{'; ended' if fact.ended else ''}"
-
-
-def _memory_row(fact: kinds.MemoryCopiesSet) -> str:
-    if not fact.steps:
-        return f"no copies are made{f': {fact.why}' if fact.why else ''}"
-    parts = [
-        f"{size(fact.bytes)} on the first node" if fact.bytes else "",
-        _seconds(fact.stall_s, "training waits {}"),
-        _seconds(fact.covered_s, "complete after {}"),
-        f"{fact.left_out} left out" if fact.left_out else "",
-        "the newest complete one is known to the nodes alone",
-    ]
-    return f"a copy every {count(fact.steps, 'step')} ({', '.join(filter(None, parts))})"
 
 
 def _peers(seen: JobMembers) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.store import find
 from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base import clock, records
@@ -22,7 +21,6 @@ from hpctrain.core.settings.schema import Settings
 from hpctrain.core.settings.spec import Spec, load_spec, spec_or_why
 from hpctrain.errors import AccountingSilent, ClusterError, FileSystemFault, UsageError, WrongState
 from hpctrain.launch.live_job import copied_from, elsewhere, jobs_here, newest_submission, not_own
-from hpctrain.ledger.history.evaluations import EvaluationView, evaluations_of, views
 from hpctrain.ledger.history.progress import RankSample, newest_sample
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState, run_state
@@ -44,6 +42,7 @@ from hpctrain.observe.status.text import chained
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hpctrain.ledger.history.evaluations import EvaluationView
     from hpctrain.ledger.run.events import Event
 
     _T = TypeVar("_T")
@@ -367,6 +366,7 @@ def _evaluations(files: _RunFiles) -> list[EvaluationView]:
     if not (settings.evaluate.script or history.evaluations or history.asked_evaluations):
         return []
     from hpctrain.launch.evaluations import children
+    from hpctrain.ledger.history.evaluations import evaluations_of, views
 
     awaited = evaluations_of(history, settings.evaluate).awaited
     try:
@@ -415,6 +415,8 @@ def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, S
 
 def _sealed(run: RunDir) -> tuple[Checkpoint | None, Sequence[Skipped]]:
     """The same of a program with checkpoints of its own."""
+    from hpctrain.checkpoint.sealed import seals
+
     try:
         listing = seals.listing(run) if seals.has_any(run) else []
     except FileSystemFault as error:

@@ -414,34 +414,12 @@ def _classes(spent: Goodput, width: int, *, silent: bool) -> str:
     ordered = sorted(large.items(), key=lambda item: -item[1])
     if rest > 0:
         ordered.append(("rest", rest))
-    tenths = _tenths(ordered, spent)
+    tenths = [round(1000 * seconds / spent.allocated_s) for _, seconds in ordered]
+    # Rounding is taken out of the last one, but steps are as the line above says.
+    adjusted = -2 if len(ordered) > 1 and ordered[-1][0] == TimeClass.STEP.value else -1
+    tenths[adjusted] += 1000 - sum(tenths)
     texts = [f"{name} {value / 10:.1f} %" for (name, _), value in zip(ordered, tenths, strict=True)]
     return pack(texts, width)
-
-
-def _tenths(ordered: list[tuple[str, float]], spent: Goodput) -> list[int]:
-    """Tenths of a percent for each; steps get what the line above says of them."""
-    names = [name for name, _ in ordered]
-    if TimeClass.STEP.value not in names or len(names) == 1:
-        return apportioned([value for _, value in ordered])
-    steps = round(1000 * spent.node_seconds[TimeClass.STEP] / spent.allocated_s)
-    place = names.index(TimeClass.STEP.value)
-    others = [value for name, value in ordered if name != TimeClass.STEP.value]
-    of_others = apportioned(others, 1000 - steps)
-    return [*of_others[:place], steps, *of_others[place:]]
-
-
-def apportioned(values: list[float], total: int = 1000) -> list[int]:
-    """Whole numbers in the values' proportions that add up, rounded up where most is cut off."""
-    whole = sum(values)
-    if whole <= 0:
-        return [0 for _ in values]
-    exact = [total * value / whole for value in values]
-    parts = [int(one) for one in exact]
-    by_rest = sorted(range(len(values)), key=lambda place: parts[place] - exact[place])
-    for place in by_rest[: total - sum(parts)]:
-        parts[place] += 1
-    return parts
 
 
 def save_lines(status: RunStatus, width: int) -> list[Fact]:

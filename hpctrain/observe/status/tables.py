@@ -47,6 +47,18 @@ def attempts_table(
     shown = list(status.attempts) if every else list(status.attempts)[-ATTEMPTS_SHOWN:]
     if not shown:
         return []
+    parts: list[RenderableType] = [fitted(attempt_columns(status, shown), width)]
+    hidden = len(status.attempts) - len(shown)
+    if hidden:
+        parts.insert(0, Text(f"... {count(hidden, 'earlier attempt')} (--attempts shows all)"))
+    if len(status.attempts) > 1:
+        lost = "" if status.reported.is_silent else f", {lost_in_all(status.steps_lost)}"
+        parts.append(Text(f"{len(status.attempts)} attempts{lost}"))
+    return parts
+
+
+def attempt_columns(status: RunStatus, shown: Sequence[AttemptView]) -> list[Column]:
+    """A row for each of these attempts, for a console or a page."""
     one_job = len({attempt.job_id for attempt in status.attempts}) == 1
     pairs = zip(shown, [*shown[1:], None], strict=True)
     back = [_back(status, one, following) for one, following in pairs]
@@ -71,14 +83,7 @@ def attempts_table(
                 short=Column("back in", [short for _, short in back], right=True),
             ),
         ]
-    parts: list[RenderableType] = [fitted(columns, width)]
-    hidden = len(status.attempts) - len(shown)
-    if hidden:
-        parts.insert(0, Text(f"... {count(hidden, 'earlier attempt')} (--attempts shows all)"))
-    if len(status.attempts) > 1:
-        lost = "" if status.reported.is_silent else f", {lost_in_all(status.steps_lost)}"
-        parts.append(Text(f"{len(status.attempts)} attempts{lost}"))
-    return parts
+    return columns
 
 
 def _sources(shown: Sequence[AttemptView]) -> list[Column]:

@@ -9,28 +9,23 @@ tests/engines/test_profile_run.py holds the promises.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import threading
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.env import HPCTRAIN_NSYS
-from hpctrain.core.base.files import replace_text
-from hpctrain.core.device import is_accelerator, memory_stats, synchronize
+from hpctrain.core.device import synchronize
 from hpctrain.core.settings.check import rank_set, step_range
 from hpctrain.core.world import broadcast
 from hpctrain.ledger.run.event_types import ProfileRequested, ProfileWritten
 from hpctrain.observe.profile.trace import (
-    MEMORY,
     OURS,
     PROBLEM,
     SNAPSHOT,
@@ -40,10 +35,10 @@ from hpctrain.observe.profile.trace import (
     StepWindow,
     file_name,
 )
-from hpctrain.observe.profile.verdict import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from hpctrain.core.settings.schema import ProfileSettings
     from hpctrain.core.world import World
@@ -193,15 +188,17 @@ class Profiler:
     def _prepare(self, plan: Plan) -> None:
         if plan.memory and not self._history.start():
             log.warning("profile.memory has nothing to record: this rank trains on a CPU")
-        cuda = self._world.device.type == "cuda"
-        self._tracer = _CudaRange() if HPCTRAIN_NSYS in os.environ else _Kineto(cuda=cuda)
-        self._tracer.prepare()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints where it starts and stops
+        is_cuda = self._world.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+        self._tracer = profile(activities=activities)
+        self._tracer.prepare_trace()
 
     def _next_mark(self, step: int) -> None:
         """End the span of the step before, if there is one, and begin the next one's."""
         if self._mark is None:
-            self._synchronize()
-            self._tracer.start()
+            synchronize(self._world.device)  # the work of the steps lies between their marks
+            self._tracer.start_trace()
             self._set_recording(on=True)
         else:
             self._mark.__exit__(None, None, None)
@@ -215,15 +212,14 @@ class Profiler:
         self._set_recording(on=False)
         if window is None or self._folder is None:
             return
-        if plan.has(self._world.rank):
-            self._synchronize()
+        if tracer is not None:
+            synchronize(self._world.device)
             if self._mark is not None:
                 self._mark.__exit__(None, None, None)
                 self._mark = None
-            tracer.stop()
+            tracer.stop_trace()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._history.stop(self._path(window, SNAPSHOT))
-            write(measure(self._world), self._path(window, MEMORY))
             writer = threading.Thread(
                 target=self._write, args=(tracer, window), name="hpctrain-profile", daemon=True
             )
@@ -232,14 +228,12 @@ class Profiler:
         folder = str(self._folder)
         self._record_fact(ProfileWritten(**asdict(window), ranks=plan.ranks, folder=folder))
 
-    def _write(self, tracer: Any, window: StepWindow) -> None:
+    def _write(self, tracer: profile, window: StepWindow) -> None:
         try:
             path = self._path(window, TRACE)
             staged = path.with_name(f"{path.name}.new.gz")
-            if tracer.write(str(staged)):
-                staged.replace(path)
-            else:
-                self._path(window, PROBLEM).write_text("it runs under nsys; see its report\n")
+            tracer.export_chrome_trace(str(staged))
+            staged.replace(path)
         except Exception as error:  # noqa: BLE001 - a full disk, mostly
             self._explain(error, window)
 
@@ -248,10 +242,6 @@ class Profiler:
         self._recording = on
         for name, watch in self._watches.items():
             watch.span = partial(record_function, f"{OURS}{name}") if on else None
-
-    def _synchronize(self) -> None:
-        """Wait for the GPU, so that the work of the steps lies between their marks."""
-        synchronize(self._world.device)
 
     def _path(self, window: StepWindow, suffix: str) -> Path:
         assert self._folder is not None  # noqa: S101 - without one nothing is planned
@@ -303,77 +293,3 @@ class MemoryHistory:
             dump(str(path))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
-
-
-def measure(world: World) -> RankMemory:
-    """This rank's memory now."""
-    if not is_accelerator(world.device):
-        return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
-    stats = memory_stats(world.device)
-
-    def stat(key: str) -> int:
-        return int(stats.get(key, 0))
-
-    return RankMemory(
-        device=world.device.type,
-        allocated_bytes=stat("allocated_bytes.all.current"),
-        allocated_peak_bytes=stat("allocated_bytes.all.peak"),
-        reserved_bytes=stat("reserved_bytes.all.current"),
-        inactive_split_bytes=stat("inactive_split_bytes.all.current"),
-        alloc_retries=stat("num_alloc_retries"),
-        ooms=stat("num_ooms"),
-    )
-
-
-def write(memory: RankMemory, path: Path) -> None:
-    """Leave the numbers, whole or not at all."""
-    replace_text(path, json.dumps(asdict(memory)) + "\n")
-
-
-def _peak_of_process() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-class _Kineto:
-    """torch.profiler, phase by phase."""
-
-    def __init__(self, *, cuda: bool) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints where it starts and stops
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self._profile = profile(activities=activities)
-
-    def prepare(self) -> None:
-        self._profile.prepare_trace()
-
-    def start(self) -> None:
-        self._profile.start_trace()
-
-    def stop(self) -> None:
-        self._profile.stop_trace()
-
-    def write(self, path: str) -> bool:
-        self._profile.export_chrome_trace(path)
-        return True
-
-
-class _CudaRange:
-    """Tells nsys, under which this rank runs, when to look; CUPTI serves only one at a time."""
-
-    def prepare(self) -> None:
-        """Nothing."""
-
-    def start(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-
-    def stop(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-
-    def write(self, path: str) -> bool:
-        """Nothing is ours to write; False."""
-        del path
-        return False

@@ -21,7 +21,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -33,14 +32,11 @@ from urllib.parse import urlsplit
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import replace_text
 from hpctrain.core.settings.check import BUILT_IN
-from hpctrain.core.settings.spec import load_spec
-from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
-from hpctrain.ledger.run import results
-from hpctrain.ledger.run.results import content, double, varint
+from hpctrain.ledger.run.results import file_head, scalars_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.tensors.save import SavePlace
@@ -104,20 +100,7 @@ class Tracker(Protocol):
         """The attempt ends: the run is done, or continues in another one."""
 
 
-class NoTrackers:
-    """Takes the place of `Trackers` where nothing is tracked."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take scalars of a step."""
-
-    def flush(self) -> None:
-        """Hand over what was logged."""
-
-    def close(self, left_s: float | None = None) -> None:
-        """End."""
-
-
-class Trackers(NoTrackers):
+class Trackers:
     """All trackers of a run: TensorBoard, and what `track.loggers` names."""
 
     def __init__(
@@ -127,20 +110,14 @@ class Trackers(NoTrackers):
         *,
         attempt: int,
         resumed_step: int,
-        world_size: int,
     ) -> None:
         """Start them; return before they are ready.
 
         `spec` is None for a program that runs without one, which has TensorBoard only.
         `resumed_step` is 0 for a fresh start.
         """
-        board = partial(
-            tensorboard_file,
-            run,
-            attempt=attempt,
-            resumed_step=resumed_step,
-            world_size=world_size,
-        )
+        begins_at = resumed_step + 1 if resumed_step else 0
+        board = partial(EventFile, run.tensorboard / file_name(attempt), purge_step=begins_at)
         self._step = 0
         self._values: dict[str, float] = {}
         self._patience_s = BEFORE_SAVE_S
@@ -418,31 +395,8 @@ def _read_logged(path: Path) -> int:
 
 # ---- TensorBoard
 
-# May hold a password or a key: a command line of the user's, lines of shell.
-_FLOATS, _STRINGS = 1, 7
-"""TensorFlow's numbers of types."""
 _PRIVATE = ("notify.command", "notify.webhook_file", "slurm.setup")
-_HPARAMS = ("engine", "train")
-_OF_ATTEMPTS = (b'"attempt_', b'"restored"')
-
-
-def tensorboard_file(run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> EventFile:
-    """Begin the attempt's file; what was told of steps after `resumed_step` is not shown.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    file = EventFile(
-        run.tensorboard / file_name(attempt), purge_step=resumed_step + 1 if resumed_step else 0
-    )
-    if run.spec.exists():
-        spec = load_spec(run.spec)
-        file.text(resumed_step, "hpctrain/core/settings", settings_page(spec))
-        # One session for the whole run: torch's add_hparams begins another "run" for each attempt.
-        file.session(spec.run_id, spec.created, hparams(spec, world_size))
-    file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
-    file.flush()
-    return file
+"""May hold a password or a key: a command line of the user's, lines of shell."""
 
 
 class EventFile:
@@ -463,36 +417,12 @@ class EventFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
-        self._records = results.file_head(clock.now(), purge_step)
+        self._records = file_head(clock.now(), purge_step)
+        self.flush()
 
     def log(self, step: int, values: Mapping[str, float], t: float) -> None:
         """Keep scalars of one step (may be NaN), as one record, until the next flush."""
-        self._records.append(results.scalars_record(t, step, values))
-
-    def text(self, step: int, tag: str, markdown: str) -> None:
-        """A page of TensorBoard's Text tab; the newest of a tag is shown first."""
-        shape = content(2, content(2, varint(1, 1)))  # one dimension, of size 1
-        tensor = varint(1, _STRINGS) + shape + content(8, markdown)
-        self._records.append(
-            results.tensor_record(step, f"{tag}/text_summary", tensor, plugin="text")
-        )
-
-    def session(self, name: str, t: float, values: Mapping[str, bool | float | str]) -> None:
-        """The hyper-parameters of the HParams tab, as its plugin reads them."""
-        start = b"".join(
-            content(1, content(1, key) + content(2, _value(value))) for key, value in values.items()
-        )
-        start += content(4, name) + double(5, t)
-        empty = varint(1, _FLOATS) + content(2, content(2, b""))
-        self._records.append(
-            results.tensor_record(
-                0,
-                "_hparams_/session_start_info",
-                empty,
-                plugin="hparams",
-                plugin_content=content(3, start),
-            )
-        )
+        self._records.append(scalars_record(t, step, values))
 
     def flush(self) -> None:
         """Hand everything to the kernel: it outlives this process, though not its node."""
@@ -506,12 +436,6 @@ class EventFile:
         """Flush, and close the file, which sends it to the server where it lies on NFS."""
         self.flush()
         os.close(self._descriptor)
-
-
-def _value(value: bool | float | str) -> bytes:
-    if isinstance(value, bool):
-        return varint(4, value)
-    return content(3, value) if isinstance(value, str) else double(2, value)
 
 
 def file_name(attempt: int) -> str:
@@ -529,73 +453,6 @@ def public_settings(settings: Settings) -> dict[str, Any]:
     }
 
 
-def hparams(spec: Spec, world_size: int) -> dict[str, bool | float | str]:
-    """The settings that decide what is learned and how fast, for the HParams tab."""
-    sections = _HPARAMS if spec.entry.kind == "recipe" else _HPARAMS[:1]
-    chosen: dict[str, bool | float | str] = {
-        path: value
-        for path, value in public_settings(spec.settings).items()
-        if path.partition(".")[0] in sections
-    }
-    return chosen | {"world_size": world_size}
-
-
-def settings_page(spec: Spec) -> str:
-    """The run's settings with the place that each came from, as markdown; changed ones first."""
-    settings = public_settings(spec.settings)
-    changed = [path for path in settings if spec.origins.get(path, "default") != "default"]
-    program = "the shipped recipe" if spec.entry.kind == "recipe" else spec.entry.path
-    lines = [f"**{spec.name}** (run id {spec.run_id}): {_cell(program)}", ""]
-    lines += _table(
-        ("setting", "value", "origin"),
-        [(path, settings[path], spec.origins[path]) for path in changed],
-    )
-    rest = [(path, value) for path, value in settings.items() if path not in changed]
-    lines += ["", "Defaults:", "", *_table(("setting", "value"), rest)]
-    return "\n".join(lines)
-
-
-def attempts_page(history: RunHistory) -> str:
-    """The run's attempts so far, as markdown, the newest last; times are UTC."""
-    cells = [
-        (
-            attempt.number,
-            _when(attempt.started),
-            attempt.job_id,
-            len(attempt.nodes) or None,
-            None if attempt.started is None else attempt.world_size,
-            attempt.restored_step,
-            attempt.end_step,
-            attempt.reason or "goes on",
-        )
-        for attempt in sorted(history.attempts, key=lambda attempt: attempt.number)
-    ]
-    header = ("attempt", "began", "job", "nodes", "ranks", "from step", "to step", "ended")
-    return "\n".join(_table(header, cells))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
-
-
-def _line(cells: Iterable[object]) -> str:
-    return "| " + " | ".join("" if cell is None else _cell(cell) for cell in cells) + " |"
-
-
-def _cell(value: object) -> str:
-    """One cell: a bar or a line break in a value would end it early."""
-    return " ".join(str(value).replace("|", "\\|").split())
-
-
-def _when(t: float | None) -> str | None:
-    return None if t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
-
-
-def _attempts(run: RunDir) -> RunHistory:
-    """What tells of attempts; the many step marks of a long run are not parsed."""
-    return RunHistory.of(ledger.read_marked(run, *_OF_ATTEMPTS))
-
-
 # ---- what a rank leaves
 
 
@@ -611,8 +468,7 @@ class RankRecord:
         self.metrics: dict[str, float] = {}
         self._place = place if world.rank == 0 else None
         self._spec = spec
-        self._world_size = world.world_size
-        self._trackers: Trackers | NoTrackers = NoTrackers()
+        self._trackers: Trackers | None = None
 
     def start_trackers(self, step: int) -> None:
         """Start TensorBoard and what `track.loggers` names; `step` updates are applied."""
@@ -623,7 +479,6 @@ class RankRecord:
             self._spec,
             attempt=self._place.attempt.number,
             resumed_step=step,
-            world_size=self._world_size,
         )
 
     def event(self, fact: LedgerFact) -> None:
@@ -634,7 +489,8 @@ class RankRecord:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take scalars of a step; never waits."""
         self.metrics.update(values)
-        self._trackers.log(step, values)
+        if self._trackers is not None:
+            self._trackers.log(step, values)
 
     def outcome(self, outcome: str, step: int | None, cause: StopCause | None) -> None:
         """Leave word for the agent how the program ended, see `write_outcome`."""
@@ -643,11 +499,13 @@ class RankRecord:
 
     def flush(self) -> None:
         """Hand the scalars over, so that a kill after the next save leaves no hole before it."""
-        self._trackers.flush()
+        if self._trackers is not None:
+            self._trackers.flush()
 
     def close(self, left_s: float | None = None) -> None:
         """End the trackers, `left_s` before the processes are killed; None where nobody says."""
-        self._trackers.close(left_s)
+        if self._trackers is not None:
+            self._trackers.close(left_s)
 
 
 def write_outcome(

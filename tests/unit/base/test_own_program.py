@@ -123,24 +123,25 @@ def test_a_local_job_runs_the_real_modules_and_leaves_nothing_that_others_can_wr
         "import beside, json, signal\n"
         f"open({str(tmp_path / 'told')!r}, 'w').write(beside.WORD + ' ' + json.__file__)\n"
     )
-    words = ["--cluster", "local", "--name", "r", "--nodes", "1", "--wait", "--no-snapshot"]
+    words = ["--cluster", "local", "--name", "r", "--nodes", "1", "--no-snapshot"]
 
-    done = subprocess.run(
-        own_program("hpctrain", "submit", *words, str(script)),
-        cwd=lures,
-        env={
-            **os.environ,
-            "HPCTRAIN_RUNS": str(tmp_path / "runs"),
-            "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local"),
-        },
-        umask=0,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    for command in (["submit", *words, str(script)], ["logs", "r", "-f"]):
+        done = subprocess.run(
+            own_program("hpctrain", *command),
+            cwd=lures,
+            env={
+                **os.environ,
+                "HPCTRAIN_RUNS": str(tmp_path / "runs"),
+                "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local"),
+            },
+            umask=0,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
 
-    assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
     mine, json_file = (tmp_path / "told").read_text().split()
     assert mine == "mine"  # a script's own folder stays
     assert not json_file.startswith(str(tmp_path))

@@ -24,12 +24,12 @@ from hpctrain.core.drawing import drawn
 from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.launch import change, launch, live_job
-from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.goodput import Goodput, TimeClass
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run.events import read
 from hpctrain.observe.status import reader as reader_module
 from hpctrain.observe.status.reader import StatusReader
-from hpctrain.observe.status.screen import RunsScreen, StatusScreen, apportioned
+from hpctrain.observe.status.screen import RunsScreen, StatusScreen, _classes
 from hpctrain.observe.status.status import (
     UNDER_WAY,
     Answer,
@@ -95,7 +95,7 @@ def test_what_a_run_has_survived_has_its_rows_and_where_its_state_came_from(runs
 
     text = shown(story, width=120)
     assert "round       n[1,9] in training; n2 lost (its connection closed); round 2 of" in text
-    assert "guards      1 update left out; left out last: step 9: not finite" in text
+    assert "guards      1 update left out; step 9: the update" in text
     lines = (line.split() for line in text.splitlines())
     head, *rows = (line for line in lines if line[:1] in (["#"], ["1"], ["2"]))
     assert "from" in head
@@ -724,8 +724,17 @@ def test_classes_of_goodput_add_up_to_a_hundred_as_they_are_shown(runs, story):
     assert classes[:-1] == sorted(classes[:-1], key=lambda one: -float(one[1]))
     assert " % since submit, " in goodput[-2]
     assert dict(classes)["step"] in goodput[-2]
-    assert apportioned([1.0, 1.0, 1.0]) == [334, 333, 333]
-    assert apportioned([0.0]) == [0]
+
+
+@pytest.mark.parametrize("step", [1 / 3, 0.0101])
+def test_what_rounding_leaves_is_put_to_another_class_than_steps(step):
+    others = {TimeClass.SAVE: (1 - step) / 2, TimeClass.DATA: (1 - step) / 2}
+    spent = Goodput(node_seconds={TimeClass.STEP: step, **others}, allocated_s=1.0)
+
+    shown = re.findall(r"([a-z-]+) ([\d.]+) %", _classes(spent, 80, silent=False))
+
+    assert round(sum(float(share) for _, share in shown), 1) == 100.0
+    assert dict(shown)["step"] == f"{100 * step:.1f}"
 
 
 def test_speed_model_and_disk_are_lines_of_their_own(runs, training):

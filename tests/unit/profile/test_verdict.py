@@ -1,4 +1,4 @@
-"""What training is bound by, who is waited for, and when memory is in pieces."""
+"""What training is bound by, and who is waited for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import pytest
 
 from hpctrain.observe.profile.trace import Kind, RankShares
 from hpctrain.observe.profile.verdict import (
-    EXPANDABLE,
-    Bound,
-    RankMemory,
-    advice,
     advice_on,
     bound_of,
     judge,
 )
-
-GIB = 1 << 30
 
 
 def rank(number, **shares):
@@ -28,16 +22,16 @@ def rank(number, **shares):
 @pytest.mark.parametrize(
     ("shares", "bound"),
     [
-        ({"compute": 0.8}, Bound.COMPUTE),
-        ({"communication": 0.55, "compute": 0.4}, Bound.COMMUNICATION),
-        ({"data": 0.6}, Bound.DATA),
-        ({"memory": 0.51, "compute": 0.49}, Bound.MEMORY),
-        ({"compute": 0.2, "data": 0.2}, Bound.HOST),
-        ({"compute": 0.35, "communication": 0.3, "data": 0.2}, Bound.NONE),
-        ({"compute": 0.4, "communication": 0.2, "data": 0.2}, Bound.COMPUTE),
+        ({"compute": 0.8}, Kind.COMPUTE),
+        ({"communication": 0.55, "compute": 0.4}, Kind.COMMUNICATION),
+        ({"data": 0.6}, Kind.DATA),
+        ({"memory": 0.51, "compute": 0.49}, Kind.MEMORY),
+        ({"compute": 0.2, "data": 0.2}, Kind.HOST),
+        ({"compute": 0.35, "communication": 0.3, "data": 0.2}, None),
+        ({"compute": 0.4, "communication": 0.2, "data": 0.2}, Kind.COMPUTE),
         # A save of a second in a profile of two says nothing of the steps.
-        ({"save": 0.6, "data": 0.3}, Bound.DATA),
-        ({"save": 1.0}, Bound.NONE),
+        ({"save": 0.6, "data": 0.3}, Kind.DATA),
+        ({"save": 1.0}, None),
     ],
 )
 def test_a_rank_is_bound_by_what_clearly_takes_most(shares, bound):
@@ -46,7 +40,7 @@ def test_a_rank_is_bound_by_what_clearly_takes_most(shares, bound):
 
 def test_ranks_alike_are_judged_by_their_mean():
     verdict = judge([rank(0, communication=0.6), rank(7, communication=0.55)])
-    assert (verdict.waited_for, verdict.bound) == (None, Bound.COMMUNICATION)
+    assert (verdict.waited_for, verdict.bound) == (None, Kind.COMMUNICATION)
     assert verdict.shares[Kind.COMMUNICATION] == pytest.approx(0.575)
 
 
@@ -55,8 +49,8 @@ def test_the_rank_that_the_others_wait_for_decides():
         [rank(0, compute=0.3, communication=0.65), rank(5, compute=0.3, data=0.6)],
     )
 
-    assert (verdict.waited_for, verdict.bound) == (5, Bound.DATA)
-    assert verdict.bounds == {0: Bound.COMMUNICATION, 5: Bound.DATA}
+    assert (verdict.waited_for, verdict.bound) == (5, Kind.DATA)
+    assert verdict.bounds == {0: Kind.COMMUNICATION, 5: Kind.DATA}
     assert verdict.waiting == pytest.approx(0.65)
 
 
@@ -67,21 +61,3 @@ def test_a_rank_that_merely_computes_longer_is_asked_why():
     assert advice_on(late) == "why is rank 5 slower than the others: more work, or a slower node?"
     assert "the device is busy" in advice_on(alike)
     assert advice_on(judge([rank(0, compute=0.4, data=0.4)])) is None
-
-
-def gpu(allocated, peak, reserved, retries=0):
-    return RankMemory("cuda", allocated * GIB, peak * GIB, reserved * GIB, 0, retries, 0)
-
-
-def test_fragmentation_is_what_is_reserved_and_not_allocated():
-    assert gpu(40, 60, 70).fragmentation_bytes == 30 * GIB
-    assert RankMemory("cpu", allocated_peak_bytes=GIB).fragmentation_bytes is None
-
-
-def test_expandable_segments_are_advised_where_memory_is_in_pieces():
-    told = advice(gpu(40, 45, 70))
-    assert told == (f"25.0 of 70.0 GiB are reserved and were never in use: try --env {EXPANDABLE}")
-    assert "retried 3 times" in advice(gpu(40, 69, 70, retries=3))
-    # Between two steps activations are gone: that alone is no sign of anything.
-    assert advice(gpu(10, 69, 70)) is None
-    assert advice(RankMemory("cpu", allocated_peak_bytes=GIB)) is None

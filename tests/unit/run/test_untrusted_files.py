@@ -17,7 +17,7 @@ from hpctrain.cli.main import main
 from hpctrain.cluster.preflight import report as node_lists
 from hpctrain.ledger.run.attempt_files import Heartbeat, write_heartbeat
 from hpctrain.node.agent.log_index import times_path
-from hpctrain.observe.profile.trace import MEMORY, PROBLEM, TRACE, StepWindow, file_name
+from hpctrain.observe.profile.trace import PROBLEM, TRACE, StepWindow, file_name
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story
 from tests.support.traces import GPU
@@ -44,7 +44,6 @@ COMMANDS = (
     "checkpoints list lm",
     "checkpoints verify lm --deep",
     "checkpoints prune lm --dry-run",
-    "tensorboard lm --dry-run",
     "resume lm --dry-run",
     "resume lm",
     "profile lm --now",
@@ -109,7 +108,6 @@ def _fill(run) -> None:
     folder.mkdir(parents=True)
     window = StepWindow(100, 100)
     (folder / file_name(0, window, TRACE)).write_bytes(gzip.compress(GPU.encode()))
-    (folder / file_name(0, window, MEMORY)).write_text('{"device": "cpu"}')
     (folder / file_name(1, window, PROBLEM)).write_text("RuntimeError: no CUPTI\n")
     run.tensorboard.mkdir()
     (run.tensorboard / "events.out.tfevents.1").write_bytes(b"\0" * 64)

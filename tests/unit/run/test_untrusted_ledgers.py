@@ -24,9 +24,7 @@ from hpctrain.node.agent.end_writer import read_outcome
 from hpctrain.node.agent.ending import AttemptEnding
 from hpctrain.node.agent.notify import notification_of
 from hpctrain.observe.logs.follow import EndWatch, LedgerTail
-from hpctrain.train.runtime import trackers as tensorboard
 from hpctrain.train.runtime.telemetry import run_age_s
-from hpctrain.train.runtime.trackers import attempts_page
 from tests.support.fuzzing import Faults, cases, chances, mutated
 from tests.support.ledger_runs import Story
 
@@ -158,10 +156,6 @@ def _login(run):
         find_run("7", runs=run.root.parent)
 
 
-def _board(run):
-    attempts_page(tensorboard._attempts(run)).encode()
-
-
 def _follow(run):
     watch = EndWatch(run, None, lambda _text: None)
     watch.add(LedgerTail(run).new())
@@ -169,7 +163,7 @@ def _follow(run):
 
 
 JOB = (_start, _conclude, _crash, _batch)
-LOGIN = (_news, _login, _board, _follow)
+LOGIN = (_news, _login, _follow)
 COMMANDS = (
     "status RUN", "status RUN --json --ranks", "events RUN", "events RUN --json", "logs RUN",
     "report RUN -o PAGE", "report RUN --text", "logs RUN --tail 3 --rank all", "cancel RUN --save",

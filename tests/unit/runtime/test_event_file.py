@@ -8,13 +8,11 @@ import subprocess
 import grpc
 import pytest
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.context import RequestContext
 from tensorboard.data.grpc_provider import GrpcDataProvider, make_stub
 from tensorboard.data.server_ingester import get_server_binary
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from hpctrain.ledger.run.results import masked_crc, write_curves
 from hpctrain.train.runtime.trackers import EventFile, file_name
@@ -29,7 +27,6 @@ def write(folder, attempt, first, last, *, clock=0.0, name=""):
     """What an attempt that does these steps leaves behind; its values are its number."""
     path = folder / (name or file_name(attempt))
     file = EventFile(path, purge_step=first if first > 1 else 0)
-    file.text(first - 1, "hpctrain/attempts", f"attempt {attempt}")
     for step in range(first, last + 1):
         t = 1_763_700_000.0 + clock + step
         file.log(step, {"loss": float(attempt), "lr": 0.5}, t)
@@ -182,20 +179,6 @@ def test_nothing_waits_in_a_buffer_that_a_forked_child_would_write_again(tmp_pat
 
     file.flush()
 
-    assert before == 0
-    assert (tmp_path / file_name(1)).stat().st_size > 0
+    assert 0 < before <= 96, "the head alone, which `hpctrain tensorboard` counts as no scalar"
+    assert (tmp_path / file_name(1)).stat().st_size > before
     file.close()
-
-
-def test_each_kind_of_hyperparameter_keeps_its_kind(tmp_path):
-    values = {"compile": True, "audit": False, "lr": 0.5, "kind": "ddp"}
-    file = EventFile(tmp_path / file_name(1), purge_step=0)
-    file.session("run-id", 5.5, values)
-    file.close()
-
-    (event,) = [e for e in EventFileLoader(str(tmp_path / file_name(1))).Load() if e.summary.value]
-    content = event.summary.value[0].metadata.plugin_data.content
-    session = HParamsPluginData.FromString(content).session_start_info
-    read = {name: getattr(v, v.WhichOneof("kind")) for name, v in session.hparams.items()}
-    assert (session.group_name, session.start_time_secs, read) == ("run-id", 5.5, values)
-    assert {name for name, value in read.items() if isinstance(value, bool)} == {"compile", "audit"}

@@ -1,4 +1,4 @@
-"""Trackers get every step and cannot disturb training; what TensorBoard shows besides curves."""
+"""Trackers get every step and cannot disturb training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import types
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from hpctrain.core.settings.check import check_hooks
 from hpctrain.core.settings.schema import (
@@ -25,7 +24,6 @@ from hpctrain.core.settings.schema import (
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import UsageError
 from hpctrain.launch.checks import check_hooks_here
-from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.train.runtime import trackers as run_trackers
 from hpctrain.train.runtime.trackers import (
     BEFORE_SAVE_S,
@@ -33,9 +31,7 @@ from hpctrain.train.runtime.trackers import (
     TrackedRun,
     Trackers,
     TrackerThread,
-    attempts_page,
-    hparams,
-    settings_page,
+    public_settings,
 )
 from tests.support.ledger_runs import Story
 
@@ -101,7 +97,7 @@ def spec_of(run, **track):
 
 
 def start(run, spec, *, attempt=1, resumed_step=0):
-    return Trackers(run, spec, attempt=attempt, resumed_step=resumed_step, world_size=2)
+    return Trackers(run, spec, attempt=attempt, resumed_step=resumed_step)
 
 
 def test_a_save_waits_for_the_curves_and_little_where_the_disk_was_slow_the_last_time(
@@ -236,58 +232,14 @@ def test_what_was_logged_before_a_save_outlives_a_kill(tmp_path):
     trackers.close()
 
 
-# ---- pages
+# ---- the settings that trackers are told
 
 
-def test_tensorboard_shows_settings_attempts_and_hparams_in_one_run(tmp_path):
-    story = Story(tmp_path / "gpt").started(1).restored(1).steps(1, 1, 4)
-    spec = spec_of(story.run)
-    trackers = start(story.run, spec)
-    trackers.log(1, {"loss": 2.0})
-    trackers.close()
-    story.ended(1, "preempted", "requeue", step=4).started(2).restored(2, 4)
-    trackers = start(story.run, spec, attempt=2, resumed_step=4)
-    trackers.log(5, {"loss": 1.0})
-    trackers.close()
+def test_settings_for_trackers_hold_no_secret(tmp_path):
+    config = public_settings(spec_of(Story(tmp_path / "gpt").run).settings)
 
-    events = EventAccumulator(str(story.run.tensorboard)).Reload()
-    pages = events.Tensors("hpctrain/attempts/text_summary")
-    assert [page.step for page in pages] == [0, 4]
-    newest = pages[-1].tensor_proto.string_val[0].decode().splitlines()
-    assert newest[2].startswith("| 1 |")
-    assert newest[2].endswith("| 0 | 4 | preempted |")
-    assert newest[3].endswith("| 4 |  | goes on |")
-    settings = events.Tensors("hpctrain/core/settings/text_summary")[-1].tensor_proto.string_val[0]
-    assert "| train.steps | 40 | hpctrain.toml:3 |" in settings.decode()
-    metadata = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    session = HParamsPluginData.FromString(metadata).session_start_info
-    assert session.group_name == "run-id"
-    assert session.hparams["train.steps"].number_value == 40
-    assert session.hparams["engine.kind"].string_value == "ddp"
-    assert session.hparams["engine.exact"].WhichOneof("kind") == "bool_value"
-    assert [path.is_file() for path in story.run.tensorboard.iterdir()] == [True, True]
-
-
-def test_pages_hold_no_secret_and_no_broken_row(tmp_path):
-    run = Story(tmp_path / "gpt").run
-    spec = spec_of(run)
-    spec.settings = replaced(spec.settings, {"slurm.extra": ["--comment=a|b"]})
-
-    page = settings_page(spec)
-
-    assert "SECRET" not in page
-    assert r"a\|b" in page
-    assert hparams(spec, 8)["world_size"] == 8
-    spec.entry = Entry("script", path="/x/train.py")
-    assert not [name for name in hparams(spec, 8) if name.startswith("train.")]
-
-
-def test_attempts_of_a_torn_ledger_are_shown_as_far_as_they_are_known(tmp_path):
-    run = Story(tmp_path / "gpt").restored(3, 8).ended(3, "crashed", "stop").run
-
-    assert (
-        attempts_page(RunHistory.read(run)).splitlines()[2] == "| 3 |  |  |  |  | 8 |  | crashed |"
-    )
+    assert config["train.steps"] == 40
+    assert "SECRET" not in str(config)
 
 
 # ---- wandb

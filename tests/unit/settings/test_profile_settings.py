@@ -1,10 +1,9 @@
-"""[profile], --profile and --nsys: what is understood, refused in one line, or noted."""
+"""[profile] and --profile: what is understood, refused in one line, or noted."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.settings.check import (
     check_profile,
     parse_profile,
@@ -14,7 +13,6 @@ from hpctrain.core.settings.check import (
 )
 from hpctrain.core.settings.schema import ProfileSettings, Settings
 from hpctrain.errors import UsageError
-from hpctrain.launch.checks import nsys_notes
 
 
 def settings(**profile):
@@ -56,9 +54,8 @@ def test_the_flag_is_read_as_a_person_writes_it():
     assert parse_profile("steps=100:103 ranks=0,7") == wanted
     assert parse_profile("ranks=0,7,steps=100:103") == wanted
     assert parse_profile("steps=5,memory") == {"steps": "5", "memory": True}
-    flags = profile_flags(wanted, 3)
-    assert flags["profile.ranks"] == ("--profile", "0,7")
-    assert flags["profile.nsys_rank"] == ("--nsys", 3)
+    assert profile_flags(wanted)["profile.ranks"] == ("--profile", "0,7")
+    assert profile_flags(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -77,11 +74,11 @@ def test_a_flag_that_is_not_understood_is_one_line_with_an_example(text, why):
     assert str(refused.value).startswith(f"--profile {text}: ")
 
 
-@pytest.mark.parametrize("profile", [{"ranks": "0,8"}, {"nsys_rank": 8}])
-def test_a_rank_that_there_will_never_be_is_refused(profile):
+def test_a_rank_that_there_will_never_be_is_refused():
     with pytest.raises(UsageError, match=r"names rank 8; there are 8 at most: 0 to 7"):
-        check_profile(settings(steps="1:2", **profile), {}, 8)
-    check_profile(settings(steps="1:2", **profile), {}, 9)
+        check_profile(settings(steps="1:2", ranks="8,0"), {}, 8)
+    check_profile(settings(steps="1:2", ranks="0,8"), {}, 9)
+    check_profile(settings(steps="1:2", ranks="all"), {}, 8)
 
 
 def test_what_has_no_effect_is_said():
@@ -93,20 +90,3 @@ def test_what_has_no_effect_is_said():
     ]
     [note] = check_profile(settings(steps="1:2", memory=True), {}, 8)
     assert "nothing to record on a CPU" in note
-    [note] = check_profile(settings(nsys_rank=0), {}, 8)
-    assert "records whole attempts" in note
-
-
-def test_a_missing_nsys_is_said_where_it_can_be_known(tmp_path):
-    here = {"PATH": str(tmp_path)}
-
-    assert nsys_notes(1, get_cluster("local"), here) == [
-        "there is no nsys on PATH: rank 1 will train without it"
-    ]
-    assert (
-        nsys_notes(1, get_cluster("slurm"), here)
-        == nsys_notes(-1, get_cluster("local"), here)
-        == []
-    )
-    (tmp_path / "nsys").touch(0o755)
-    assert nsys_notes(1, get_cluster("local"), here) == []

@@ -122,9 +122,9 @@ def test_no_option_is_of_two_classes():
     [
         ("--export=NONE", "use --env or [env] for variables"),
         ("--export-f=x", "use --env or [env] for variables"),
-        ("--wait", "use hpctrain submit --wait"),
-        ("-W", "use hpctrain submit --wait"),
-        ("-HW", "use hpctrain submit --wait"),
+        ("--wait", "use hpctrain logs RUN -f"),
+        ("-W", "use hpctrain logs RUN -f"),
+        ("-HW", "use hpctrain logs RUN -f"),
         ("--test-only", "use hpctrain check or hpctrain submit --dry-run"),
         ("--parsable", "which hpctrain sets; use --json"),
         ("--chdir=/x", "go there"),

@@ -11,8 +11,9 @@ from hpctrain.core.drawing import drawn
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, done_in
 from hpctrain.ledger.shapes.queue import JobShape, QueueWait, own_wait
+from hpctrain.observe.status.finish import Finish, finish, moment
 from hpctrain.observe.status.screen import StatusScreen
-from hpctrain.observe.status.status import Answer, Finish, finish, moment, status_of
+from hpctrain.observe.status.status import Answer, status_of
 from hpctrain.observe.status.text import as_json
 from tests.support.ledger_runs import event_of
 

@@ -56,32 +56,31 @@ def test_nothing_is_shown_where_nothing_happened():
             ("out of step", "rank 2 is one behind"),
         ),
         (
-            Survived(out_of_step=facts.RanksOutOfStep(ranks=(2, 3), ended=True)),
-            ("out of step", "ranks 2-3 call other collectives; ended"),
+            Survived(out_of_step=facts.RanksOutOfStep(summary="rank 2 is one behind", ended=True)),
+            ("out of step", "rank 2 is one behind; ended"),
         ),
         (
             Survived(memory=COPIES),
             (
                 "memory",
                 (
-                    "a copy every 4 steps (1.0 GiB on the first node, training waits 3 ms, "
-                    "complete after 500 ms, 2 left out, the newest "
-                    "complete one is known to the nodes alone)"
+                    "a copy in memory every 4 steps (1.0 GiB, training waits 3 ms, "
+                    "complete after 500 ms, 2 left out)"
                 ),
             ),
         ),
         (
             Survived(memory=facts.MemoryCopiesSet(steps=0, why="no room")),
-            ("memory", "no copies are made: no room"),
+            ("memory", "no copies in memory: no room"),
         ),
         (
             Survived(Guarded(3, 1, 2, HOLE, 1, BACK)),
             (
                 "guards",
                 (
-                    "2 updates left out, 1 rewind, 3 steps not finite, 1 spike; left out last: "
-                    "step 1,200: not finite; went back last: at "
-                    "step 300 to step 250 or before: a spike"
+                    "2 updates left out, 1 rewind, 3 steps not finite, 1 spike; "
+                    "step 1,200: the update of samples 8 to 15 is left out: not finite; "
+                    "step 300: training goes back to step 250 or before: a spike"
                 ),
             ),
         ),
@@ -94,16 +93,19 @@ def test_nothing_is_shown_where_nothing_happened():
                     )
                 )
             ),
-            ("copies", "rank 3 on n2 had other weights than the others at step 80 (right at 64)"),
+            (
+                "copies",
+                (
+                    "step 80: the weights of rank 3 on n2 are not those of the others; "
+                    "right at step 64"
+                ),
+            ),
         ),
         (
             Survived(Guarded(differing=facts.ReplicasDiffer(step=80, ranks=(0, 1)))),
             (
                 "copies",
-                (
-                    "ranks 0-1 had different weights, and nobody knows whose were right at step 80 "
-                    "(not known when they were right)"
-                ),
+                ("step 80: the weights of ranks 0-1 differ, and nobody knows whose are right"),
             ),
         ),
     ],
