@@ -495,7 +495,7 @@ _GROUPS = {
     "Restart": ("checkpoint", "resume_args", "resume_if", "begin", "without", "from_step"),
     "Parallel": ("engine", "mesh"),
     "Other runs": ("after", "then"),
-    "Look": ("dry_run", "whole", "wait", "no_submit", "profile", "nsys"),
+    "Look": ("dry_run", "whole", "no_submit", "profile", "nsys"),
 }
 """Names of options by what they are about; `--help` shows them so."""
 _OF_RUN = (

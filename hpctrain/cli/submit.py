@@ -31,7 +31,7 @@ from hpctrain.cli.options import (
     submit_request,
     yes_option,
 )
-from hpctrain.cli.progress import conclude, progress, wait_option
+from hpctrain.cli.progress import progress
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base.text import count
 from hpctrain.core.terminal import echo_json, echo_warning
@@ -61,7 +61,6 @@ Examples:
   hpctrain submit --resume-args '--init_from=resume' --resume-if 'out/ckpt.pt' -- train.py
   hpctrain submit --nodes 4 --set train.steps=2000 --engine zero3 --dry-run
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
-  hpctrain submit --nodes 4 --wait                      watch until the first step is done
   hpctrain submit --nodes 4 --gpus-per-node 8 --profile steps=100:103,ranks=0,7
   hpctrain submit --from lm-3@4000 --without data -- train.py   weights and optimizer of another run
   hpctrain submit --after prepare --nodes 4 -- train.py starts when the run `prepare` is done
@@ -106,7 +105,6 @@ Examples:
     metavar="COMMAND",
     help="Run this in its own job when the run is done ([then]); repeatable.",
 )
-@wait_option
 @click.option("--no-submit", is_flag=True, help="Only make the run directory.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted, and submit nothing.")
 @click.option(
@@ -117,7 +115,6 @@ def command(
     no_submit: bool,
     dry_run: bool,
     whole: bool,
-    wait: bool,
     as_json: bool,
     **flags: Any,
 ) -> int:
@@ -132,8 +129,6 @@ def command(
 
     if whole and not dry_run:
         raise UsageError("--script shows the batch script of a --dry-run: give both")
-    if wait and (no_submit or dry_run):
-        raise UsageError("--wait waits for a job, and --no-submit and --dry-run start none")
     request = submit_request(
         flags,
         cluster_needed=not dry_run and not no_submit,
@@ -146,9 +141,9 @@ def command(
     from hpctrain.launch.launch import submit_run
 
     submitted = submit_run(request, start=not no_submit, progress=progress)
-    code = _report(submitted, wait=wait, as_json=as_json)
+    _report(submitted, as_json=as_json)
     lacking = submitted.job_id is not None and None in submitted.following.values()
-    return code or (ClusterError.exit_code if lacking else 0)
+    return ClusterError.exit_code if lacking else 0
 
 
 def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
@@ -253,8 +248,8 @@ def _environment(spec: Spec) -> dict[str, str]:
     return {name: value.value for name, value in expected_environment(spec).values.items()}
 
 
-def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
-    """Print what was made; with `wait` look on until its first step. Returns the exit code."""
+def _report(submitted: SubmittedRun, *, as_json: bool) -> None:
+    """Print what was made."""
     from hpctrain.launch.program import hears_requests
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id
@@ -264,8 +259,8 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     verbs = ("status", "logs -f", cancel) if job_id else ("resume", "status")
     following = [f"hpctrain {verb} {run.name}{runs}" for verb in verbs]
     if as_json:
-        facts = _facts(submitted, following)
-        return conclude(run, prepared.runs, facts, wait=wait)
+        echo_json(_facts(submitted, following))
+        return
     for note in submitted.notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
@@ -288,7 +283,6 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     echo_table(rows)
     click.echo()
     click.echo("\n".join(f"  {line}" for line in following))
-    return conclude(run, prepared.runs, None, wait=wait)
 
 
 def _job_text(prepared: Prepared, job_id: str | None) -> str:
@@ -410,7 +404,6 @@ Examples:
     is_flag=True,
     help="Run your checkout as it is now, not the run's copy.",
 )
-@wait_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @yes_option
 @json_option
@@ -429,13 +422,12 @@ def resume(
     nsys: int | None,
     dry_run: bool,
     yes: bool,
-    wait: bool,
     as_json: bool,
     allow_locked: bool,
     foreign: bool,
     runs: Path,
     **flags: Any,
-) -> int:
+) -> None:
     """Resume a run that is not running.
 
     RUN is a name, a job id, a unique beginning of a name, or - for the newest. Loads the
@@ -454,8 +446,6 @@ def resume(
     from hpctrain.ledger.run.find_run import LATEST, find_run
     from hpctrain.ledger.run.ownership import own_spec
 
-    if wait and dry_run:
-        raise UsageError("--wait waits for a job, and --dry-run starts none")
     asks = run is None and not yes and not dry_run
     run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
     request = ResumeRequest(
@@ -488,7 +478,8 @@ def resume(
     if not as_json and job_id is not None:
         click.echo("".join(f"note         {line}\n" for line in followers), nl=False)
         click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.name} -f")
-    return conclude(run_dir, runs, facts if as_json else None, wait=wait)
+    if as_json:
+        echo_json(facts)
 
 
 def _plan_text(prepared: PreparedResume) -> str:

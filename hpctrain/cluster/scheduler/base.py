@@ -428,10 +428,6 @@ class Cluster(Protocol):
         """Waits of this user's jobs by accounting, oldest first; none where it is silent."""
         return []
 
-    def own_limits(self) -> list[str]:
-        """What accounting says of this user's limits and share, a line each; none if silent."""
-        return []
-
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """The longest time limit that a preset allows a job; None where it names none.
 

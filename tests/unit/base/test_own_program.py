@@ -13,6 +13,7 @@ import pytest
 import hpctrain
 from hpctrain.cluster.scheduler.slurm.script import body_path
 from hpctrain.core.base.process import own_program
+from tests.support.patience import until
 
 TOP = Path(hpctrain.__file__).parent
 LURES = ("json", "secrets", "signal", "hpctrain", "selectors", "shlex", "sitecustomize")
@@ -123,7 +124,7 @@ def test_a_local_job_runs_the_real_modules_and_leaves_nothing_that_others_can_wr
         "import beside, json, signal\n"
         f"open({str(tmp_path / 'told')!r}, 'w').write(beside.WORD + ' ' + json.__file__)\n"
     )
-    words = ["--cluster", "local", "--name", "r", "--nodes", "1", "--wait", "--no-snapshot"]
+    words = ["--cluster", "local", "--name", "r", "--nodes", "1", "--no-snapshot"]
 
     done = subprocess.run(
         own_program("hpctrain", "submit", *words, str(script)),
@@ -141,6 +142,8 @@ def test_a_local_job_runs_the_real_modules_and_leaves_nothing_that_others_can_wr
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+    events = tmp_path / "runs" / "r" / "events.jsonl"
+    until(lambda: '"attempt_ended"' in events.read_text(), events.read_text)
     mine, json_file = (tmp_path / "told").read_text().split()
     assert mine == "mine"  # a script's own folder stays
     assert not json_file.startswith(str(tmp_path))

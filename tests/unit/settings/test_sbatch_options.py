@@ -118,9 +118,9 @@ def test_no_option_is_of_two_classes():
     [
         ("--export=NONE", "use --env or [env] for variables"),
         ("--export-f=x", "use --env or [env] for variables"),
-        ("--wait", "use hpctrain submit --wait"),
-        ("-W", "use hpctrain submit --wait"),
-        ("-HW", "use hpctrain submit --wait"),
+        ("--wait", "use hpctrain status RUN --watch"),
+        ("-W", "use hpctrain status RUN --watch"),
+        ("-HW", "use hpctrain status RUN --watch"),
         ("--test-only", "use hpctrain check or hpctrain submit --dry-run"),
         ("--parsable", "which hpctrain sets; use --json"),
         ("--chdir=/x", "go there"),

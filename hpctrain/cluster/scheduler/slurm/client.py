@@ -296,14 +296,6 @@ class SlurmCluster(Cluster):
 
         return ask_waits(getpass.getuser())
 
-    def own_limits(self) -> list[str]:
-        """By sshare and sacctmgr, at once."""
-        import getpass
-
-        from hpctrain.cluster.scheduler.slurm.facts import ask_own_limits
-
-        return ask_own_limits(getpass.getuser())
-
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """By the limits of its partitions; of several the one that allows most."""
         return limits.longest_s(settings, site)

@@ -490,38 +490,8 @@ def read_waits(text: str) -> list[WaitRecord]:
     return [record for _, record in sorted(waits, key=lambda wait: wait[0])][-WAIT_ROWS:]
 
 
-SHARE = ("sshare", "--noheader", "--parsable2", "--format=Account,User,FairShare")
-LIMITS = ("Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES")
-ASSOCIATION = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
-
-
-def ask_own_limits(user: str, *, timeout_s: float = VIEW_S) -> list[str]:
-    """Return what accounting says of a user, a line for each account; none where it is silent."""
-    share = [*SHARE, f"--user={user}"]
-    limits = [*ASSOCIATION, f"user={user}", f"format={','.join(LIMITS)}"]
-    with ThreadPoolExecutor(2) as pool:
-        shares, own = (pool.submit(_text_of, words, timeout_s) for words in (share, limits))
-        return read_own_limits(shares.result(), own.result(), user)
-
-
 def _text_of(words: list[str], timeout_s: float) -> str:
     try:
         return run(words, timeout_s=timeout_s)
     except ClusterError:  # many sites have no accounting, or no fair-share
         return ""
-
-
-def read_own_limits(share: str, limits: str, user: str) -> list[str]:
-    """The same from what sshare and sacctmgr printed."""
-    shares: dict[str, str] = {}
-    for line in share.splitlines():
-        words = [word.strip() for word in line.split("|")]
-        if len(words) == 3 and words[1] == user and words[2]:  # noqa: PLR2004 - its columns
-            shares[words[0]] = f"fair-share {words[2]} of 1"
-    lines = {account: [text] for account, text in shares.items()}
-    for line in limits.splitlines():
-        account, *values = line.strip().split("|")
-        if len(values) == len(LIMITS) - 1:
-            named = zip(LIMITS[1:], values, strict=True)
-            lines.setdefault(account, []).extend(f"{n} {v}" for n, v in named if v)
-    return [f"account {name}: {', '.join(texts) or 'no limits'}" for name, texts in lines.items()]
