@@ -117,12 +117,9 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     )
     notes += container_notes
     _refuse_another_run(spec, settings, origins)
-    settings, planned, plan_notes = plan_meshes(settings, origins, None, is_recipe=is_recipe)
-    ranks = [mesh.data_ranks for mesh in planned.values()]
+    settings, _, plan_notes = plan_meshes(settings, origins, None, is_recipe=is_recipe)
     if settings.engine.kind.startswith("zero"):
-        settings, ds_notes = take_ds_config(
-            settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks
-        )
+        settings, ds_notes = take_ds_config(settings, Path.cwd(), is_recipe=is_recipe)
         notes += ds_notes
     changes = list(chosen.changes)
     fresh = replace(spec, settings=settings, origins=origins, chosen=changes, unlocked=unlocked)

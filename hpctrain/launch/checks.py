@@ -197,13 +197,10 @@ def _pretrained(
     return settings, shape_of_config(config, where), []
 
 
-def take_ds_config(
-    settings: Settings, cwd: Path, *, is_recipe: bool, data_ranks: Sequence[int]
-) -> tuple[Settings, list[str]]:
+def take_ds_config(settings: Settings, cwd: Path, *, is_recipe: bool) -> tuple[Settings, list[str]]:
     """The settings with the file's text in the place of its path in `engine.ds_config`, checked.
 
-    The path is relative to `cwd`. Of the recipe the batch sizes are known. `data_ranks` is at the
-    fewest and at the most nodes.
+    The path is relative to `cwd`. Of the recipe the batch size is known.
 
     Returns:
         Them, and what has no effect, for the user to read.
@@ -232,7 +229,6 @@ def take_ds_config(
         read_user_config(text, where),
         settings.engine,
         train=train,
-        data_ranks=data_ranks,
         where=where,
     )
     return replaced(settings, {"engine.ds_config": text}), notes

@@ -239,10 +239,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
     )
     settings, planned, plan_notes = plan_meshes(settings, origins, request.cwd, is_recipe=is_recipe)
-    ranks = [mesh.data_ranks for mesh in planned.values()]
-    settings, ds_notes = take_ds_config(
-        settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks
-    )
+    settings, ds_notes = take_ds_config(settings, request.cwd, is_recipe=is_recipe)
     notes += more + plan_notes + ds_notes
     name, new_parent = _find_place(request, runs, entry)
     as_given = (entry, settings, env)

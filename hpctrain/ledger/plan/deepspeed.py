@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.mesh import plan_micro_batches, shares
 from hpctrain.core.settings.external import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
 from hpctrain.core.settings.layers import did_you_mean
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from hpctrain.core.settings.schema import EngineSettings, TrainSettings
 
@@ -278,14 +277,12 @@ def check_user_config(
     engine: EngineSettings,
     *,
     train: TrainSettings | None,
-    data_ranks: Sequence[int],
     where: str,
 ) -> list[str]:
     """Refuse what DeepSpeed would not read or would read otherwise than the run's settings.
 
-    `engine` is of a zero kind; `train` is None where a program of the user's runs. `data_ranks` are
-    the numbers that the run may have, all of them or the least and the most. Messages call the file
-    `where`.
+    `engine` is of a zero kind; `train` is None where a program of the user's runs. Messages call
+    the file `where`.
 
     Returns:
         What has no effect, for the user to read.
@@ -295,15 +292,24 @@ def check_user_config(
     """
     _known(user, where)
     refuse_unsupported(user, where)
-    _agrees(user, engine, where)
-    _check_offload(_section(user, ZERO), engine, where)
-    _adds_up(user, engine, where)
-    notes = [
+    takes = _takes(engine, train)
+    for path, value in _walk(user):
+        values, why = takes.get(path, ([value], ""))
+        if value != AUTO and not _is_one_of(value, values):
+            raise UsageError(
+                f"{where}: {path} is {shown(value)}, and {why}; "
+                'make them agree, or write "auto" in the file'
+            )
+    # A program cuts its batches itself, and the recipe by [train].
+    cuts = "train.micro_batch says how much a pass takes" if train else "the program cuts batches"
+    no_effect = NO_EFFECT | dict.fromkeys(
+        (MICRO, PASSES) if train else (BATCH, MICRO, PASSES), cuts
+    )
+    return [
         f"{where}: {key} has no effect; {instead}"
-        for key, instead in NO_EFFECT.items()
+        for key, instead in no_effect.items()
         if _is_set(user.get(key, AUTO))
     ]
-    return notes + _batch(user, train, data_ranks, where)
 
 
 def _known(user: Mapping[str, Any], where: str) -> None:
@@ -338,117 +344,38 @@ def refuse_unsupported(user: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _agrees(user: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
-    """What both the file and [engine] say is the same."""
-    for name in ("bf16", "fp16"):
-        enabled = _section(user, name).get("enabled", AUTO)
-        asked = engine.precision == name
-        if enabled != AUTO and (bool(enabled) is not asked or not isinstance(enabled, bool)):
-            raise UsageError(
-                f"{where}: {name}.enabled is {shown(enabled)}, and engine.precision is "
-                f'"{engine.precision}"; make them agree, or write "auto" in the file'
-            )
-    stage = _section(user, ZERO).get("stage", AUTO)
-    _same(f"{ZERO}.stage", stage, stage_of(engine.kind), f'engine.kind is "{engine.kind}"', where)
-    clip = user.get("gradient_clipping", AUTO)
-    said = f"engine.clip_norm is {engine.clip_norm:g}"
-    _same("gradient_clipping", clip, engine.clip_norm, said, where)
+def _takes(engine: EngineSettings, train: TrainSettings | None) -> dict[str, tuple[list[Any], str]]:
+    """What both the file and our settings say: by its key what it may be, and why.
 
-
-def _same(path: str, value: Any, wanted: float, said: str, where: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value != AUTO and (not number or value != wanted):
-        raise UsageError(
-            f"{where}: {path} is {shown(value)}, and {said}; "
-            'make them agree, or write "auto" in the file'
-        )
-
-
-def _check_offload(zero: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
-    """Optimizer state lies where `engine.offload` says; parameters there, nearer, or not away."""
+    The optimizer's state lies where `engine.offload` says; parameters there, nearer, or not away.
+    """
+    kind, offload = f'engine.kind is "{engine.kind}"', f'engine.offload is "{engine.offload}"'
+    precision = f'engine.precision is "{engine.precision}"'
     away = engine.offload != "no"
     spread = stage_of(engine.kind) == SPREADS_PARAMETERS
-    allowed = {
-        "offload_optimizer": [AUTO, engine.offload if away else "none"],
-        "offload_param": [AUTO, "none", *(["cpu"] if away and spread else [])],
+    values: dict[str, tuple[list[Any], str]] = {
+        "bf16.enabled": ([engine.precision == "bf16"], precision),
+        "fp16.enabled": ([engine.precision == "fp16"], precision),
+        f"{ZERO}.stage": ([stage_of(engine.kind)], kind),
+        "gradient_clipping": ([engine.clip_norm], f"engine.clip_norm is {engine.clip_norm:g}"),
+        f"{ZERO}.offload_optimizer.device": ([engine.offload if away else "none"], offload),
+        f"{ZERO}.offload_param.device": (
+            ["none", *(["cpu"] if away and spread else [])],
+            f"{offload} and {kind}",
+        ),
+        "data_types.grad_accum_dtype": (
+            [engine.precision, *(["fp32"] if adds_in_fp32(engine) else [])],
+            f"{precision} and {kind}; zero2 and zero3 add gradients in fp32",
+        ),
     }
-    for name, devices in allowed.items():
-        block = _section(zero, name)
-        device = block.get("device", "none") if block else AUTO
-        if device not in devices:
-            raise UsageError(
-                f"{where}: {ZERO}.{name}.device is {shown(device)}, and engine.offload is "
-                f'"{engine.offload}" with engine.kind "{engine.kind}"; make them agree'
-            )
+    if train is not None:
+        values[BATCH] = ([train.global_batch], f"train.global_batch is {train.global_batch}")
+    return values
 
 
-def _adds_up(user: Mapping[str, Any], engine: EngineSettings, where: str) -> None:
-    """Gradients are added in a type that DeepSpeed has an engine of ours for."""
-    asked = _section(user, "data_types").get("grad_accum_dtype", AUTO)
-    takes = [AUTO, engine.precision, *(["fp32"] if adds_in_fp32(engine) else [])]
-    if asked not in takes:
-        raise UsageError(
-            f"{where}: data_types.grad_accum_dtype is {shown(asked)}, which hpctrain does not take "
-            f'with engine.kind "{engine.kind}" and engine.precision "{engine.precision}": take the '
-            "key out; zero2 and zero3 add gradients in fp32"
-        )
-
-
-def _batch(
-    user: Mapping[str, Any], train: TrainSettings | None, data_ranks: Sequence[int], where: str
-) -> list[str]:
-    """The three batch sizes fit each other, the number of ranks, and the recipe's."""
-    said = {key: user[key] for key in (BATCH, MICRO, PASSES) if user.get(key, AUTO) != AUTO}
-    for key, value in said.items():
-        if type(value) is not int or value < 1:
-            raise UsageError(f"{where}: {key} is {shown(value)}; it takes a whole number from 1 on")
-    if train is None:
-        _product(said, data_ranks, where)
-        listed = ", ".join(said)
-        return (
-            [f"{where}: {listed}: no effect, the program cuts its batches itself"] if said else []
-        )
-    if said.get(BATCH, train.global_batch) != train.global_batch:
-        raise UsageError(
-            f"{where}: {BATCH} is {said[BATCH]}, and train.global_batch is {train.global_batch}; "
-            'make them agree, or write "auto" in the file'
-        )
-    _product({BATCH: train.global_batch, **said}, data_ranks, where)
-    for ranks in data_ranks:
-        _as_the_recipe_cuts(said, train, ranks, where)
-    return []
-
-
-def _product(said: Mapping[str, int], data_ranks: Sequence[int], where: str) -> None:
-    if len(said) < 3:  # noqa: PLR2004 - DeepSpeed fills in what is missing of the three
-        return
-    for ranks in data_ranks:
-        if said[BATCH] != said[MICRO] * said[PASSES] * ranks:
-            raise UsageError(
-                f"{where}: {BATCH} {said[BATCH]} is not {MICRO} {said[MICRO]} x {PASSES} "
-                f"{said[PASSES]} x {ranks} data-parallel ranks; leave {PASSES} out, "
-                "hpctrain finds it at each start"
-            )
-
-
-def _as_the_recipe_cuts(
-    said: Mapping[str, int], train: TrainSettings, ranks: int, where: str
-) -> None:
-    """The recipe's passes are what the file says."""
-    plan = plan_micro_batches(train.global_batch, ranks, train.micro_batch)
-    largest = min(train.micro_batch or train.global_batch, shares(train.global_batch, ranks)[0])
-    for key, cut in ((MICRO, largest), (PASSES, plan.micro_batches)):
-        if said.get(key, cut) != cut:
-            raise UsageError(
-                f"{where}: {key} is {said[key]}, and train.micro_batch {train.micro_batch} makes "
-                f"it {cut} on {ranks} data-parallel ranks; set train.micro_batch, "
-                'or write "auto" in the file'
-            )
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
+def _is_one_of(value: Any, values: list[Any]) -> bool:
+    """As JSON means it, where true is no number."""
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in values)
 
 
 def _is_set(value: Any) -> bool:
