@@ -13,6 +13,7 @@ the promises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from dataclasses import dataclass, replace
@@ -227,32 +228,26 @@ def refuse_circle(root: Path, after: Sequence[str]) -> None:
     Raises:
         UsageError: with their names in order.
     """
-    way = _circle(root, after, [], set())
-    if way:
-        raise UsageError(
-            f"--after makes a circle, in which no run could begin: {' after '.join(way)}; choose "
-            "another --name or another --after (of a run that is there: `after` in its spec.json)"
-        )
+    from graphlib import CycleError, TopologicalSorter
 
-
-def _circle(root: Path, after: Sequence[str], above: list[Path], seen: set[Path]) -> list[str]:
-    """The names of the runs on a way that leads back to itself; none where no way does."""
-    seen.add(root)
-    way = [*above, root]
-    for path in map(Path, after):
-        if path in way:
-            return [one.name for one in [*way[way.index(path) :], path]]
-        if path not in seen and (circle := _circle(path, _after_of(path), way, seen)):
-            return circle
-    return []
-
-
-def _after_of(root: Path) -> list[str]:
-    """The predecessors of a run that is there."""
+    before = {root: [Path(path) for path in after]}
+    unread = [*before[root]]
+    while unread:
+        path = unread.pop()
+        if path in before:
+            continue
+        before[path] = []
+        with contextlib.suppress(HpctrainError, OSError):  # it is not there
+            before[path] = [Path(one) for one in load_spec(RunDir(path).spec).after]
+        unread += before[path]
     try:
-        return load_spec(RunDir(root).spec).after
-    except (HpctrainError, OSError):
-        return []
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        way = " after ".join(path.name for path in reversed(error.args[1]))
+        raise UsageError(
+            f"--after makes a circle, in which no run could begin: {way}; choose "
+            "another --name or another --after (of a run that is there: `after` in its spec.json)"
+        ) from None
 
 
 def take_then(

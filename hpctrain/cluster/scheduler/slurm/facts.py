@@ -361,24 +361,21 @@ def read_queue(nodes: str, jobs: str, partition: str, *, now: float) -> QueueVie
     if not limits:
         return None
     claims: list[NodeClaim] = []
-    unplanned = 0
     for line in jobs.splitlines():
         columns = line.strip().split("|")
         if len(columns) != JOBS_FORMAT.count("|") + 1:
             continue
-        job_id, state, where, held, planned, start, end, limit = columns
+        job_id, state, _, held, planned, start, end, limit = columns
         claim = _claim(job_id, state, (held, planned), (start, end, limit), now)
         if claim is not None and claim.nodes & states.keys():
             claims.append(claim)
-        elif claim is None and state == "PENDING" and names & set(where.split(",")):
-            unplanned += 1
     # Sites may show users nobody else's jobs: such a node is taken for nobody knows how long.
     taken = frozenset(node for node, state in states.items() if not state.startswith("idle"))
     unseen = taken.difference(*(claim.nodes for claim in claims))
     if unseen:
         claims.append(NodeClaim("", unseen, now, math.inf))
     longest = None if any(limit in _UNLIMITED for limit in limits) else max(map(time_s, limits))
-    return QueueView(now, frozenset(states), tuple(claims), unplanned, names, longest)
+    return QueueView(now, frozenset(states), tuple(claims), names, longest)
 
 
 def _read_nodes(text: str, partition: str) -> tuple[dict[str, str], list[str], frozenset[str]]:
