@@ -115,33 +115,16 @@ def _files(row: dict[str, Any]) -> str:
     )
 
 
-def _versions(
-    _ctx: click.Context, _param: click.Parameter, values: Sequence[str]
-) -> dict[str, str]:
-    """`KEY=VERSION`s by key, refused where no condition of a preset asks for that key."""
-    names = ("nccl", "torch", "plugin", "gpu")
-    versions: dict[str, str] = {}
-    for text in values:
-        key, equals, value = text.partition("=")
-        if key not in names or not equals or not value:
-            raise click.BadParameter(f"{text}: write {', '.join(f'{k}=...' for k in names)}")
-        versions[key] = value
-    return versions
-
-
 @command.command("show")
 @site_argument
 @click.option("--origin", is_flag=True, help="Show file, line and source of each value.")
-@click.option("--env", "with_env", is_flag=True, help="Show the ranks' environment.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the job, for --env. [1]")
 @click.option(
-    "--assume",
-    metavar="KEY=VERSION",
-    multiple=True,
-    callback=_versions,
-    help="For --env: versions of nccl, torch or plugin, or the gpu's name; unknown ones hold for "
-    "no condition.",
+    "--env",
+    "with_env",
+    is_flag=True,
+    help="Show the ranks' environment, without what a condition adds.",
 )
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the job, for --env. [1]")
 @json_option
 def show_command(
     *,
@@ -149,20 +132,23 @@ def show_command(
     origin: bool,
     with_env: bool,
     nodes: int | None,
-    assume: dict[str, str],
     as_json: bool,
 ) -> None:
     """Show a preset: NAME is a site or a .toml file.
 
     \b
     hpctrain sites show frontier --origin
-    hpctrain sites show frontier --env --nodes 2 --assume nccl=2.27
+    hpctrain sites show frontier --env --nodes 2
     hpctrain sites show ./mine.toml --json
     """  # noqa: D301 - click wants the control character
-    if not with_env and (nodes is not None or assume):
-        raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
+    if nodes is not None and not with_env:
+        raise click.UsageError("--nodes is for --env; add it.")
     site = load_site(name, project=Path.cwd())
-    derived = _derived(site, nodes or 1, assume) if with_env else None
+    derived = None
+    if with_env:
+        from hpctrain.cluster.site.environment import Versions, derive
+
+        derived = derive(site, nodes=nodes or 1, versions=Versions(), run_dir=_RUN_DIR)
     if as_json:
         echo_json(_site_plain(site, derived))
         return
@@ -171,12 +157,6 @@ def show_command(
         _echo_values(site, origin=origin)
     else:
         _echo_environment(derived, origin=origin)
-
-
-def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
-    from hpctrain.cluster.site.environment import Versions, derive
-
-    return derive(site, nodes=nodes, versions=Versions(**assume), run_dir=_RUN_DIR)
 
 
 def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
@@ -455,34 +435,22 @@ def _echo_facts(facts: NodeFacts) -> None:
     """One line for each fact; what could not be read says why."""
     from hpctrain.core.drawing import echo_table
 
-    rows: list[tuple[str, str]] = [("node", facts.node), ("host", facts.host)]
-    interfaces = facts.interfaces or []
-    rows += [
-        (f"interface {i.name}", f"{'up' if i.up else 'down'} {' '.join(i.addresses)}")
-        for i in interfaces
-    ]
-    rows += [
-        (f"adapter {p.hca}:{p.port}", f"{p.state} {p.rate_gbps:g} Gb/s {p.link_layer}")
-        for p in facts.ports or []
-        if p.rate_gbps is not None
-    ]
-    rows += [("efa", ", ".join(facts.efa or [])), ("slingshot", ", ".join(facts.cxi or []))]
-    rows += [
-        (f"gpu {g.index}", f"{g.name}, driver {g.driver}, NVLinks {g.nvlinks}")
-        for g in facts.gpus or []
-    ]
-    rows += [
-        ("shared memory", f"{facts.shm_gib} GiB" if facts.shm_gib else ""),
-        ("memlock", _kib(facts.memlock or "")),
-        ("nofile", str(facts.nofile or "")),
-    ]
-    rows += [(f"disk {folder}", f"{free} GiB free") for folder, free in (facts.local or {}).items()]
-    rows += [(name, value) for name, value in (facts.versions or {}).items()]
-    rows += [(f"nccl.conf {name}", value) for name, value in (facts.nccl_conf or {}).items()]
+    known = facts.plain()
+    unreadable: dict[str, str] = known.pop("unreadable")
+    rows: list[tuple[str, str]] = []
+    for name, value in known.items():
+        if isinstance(value, dict):
+            rows += [(f"{name} {key}", _in_words(one)) for key, one in value.items()]
+        else:
+            rows += [
+                (name, _in_words(one)) for one in (value if isinstance(value, list) else [value])
+            ]
     rows = [row for row in rows if row[1]]
-    rows += [(name, f"unknown: {why}") for name, why in facts.unreadable.items()]
-    echo_table(rows)
+    echo_table([*rows, *((name, f"unknown: {why}") for name, why in unreadable.items())])
 
 
-def _kib(limit: str) -> str:
-    return f"{limit} KiB" if limit.isdigit() else limit
+def _in_words(value: Any) -> str:
+    """A fact; of one with several parts "NAME VALUE" of each that is known."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {text}" for key, one in value.items() if (text := _in_words(one)))
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
