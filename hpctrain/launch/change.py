@@ -30,7 +30,6 @@ from hpctrain.launch.checks import (
     check_versions,
     plan_meshes,
     ranks_python,
-    take_ds_config,
 )
 
 if TYPE_CHECKING:
@@ -76,11 +75,9 @@ def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     """The run's settings with what was asked laid over them; and what the user should know.
 
     The preset of the submit holds, whatever the site's files say by now; what was chosen from its
-    limits is chosen anew. A ds_config.json that is named anew is read, relative to the working
-    directory.
+    limits is chosen anew.
 
     Raises:
-        NotFound: there is no such ds_config.json.
         UsageError: an unknown or ill-typed setting, one that would make it another run, nodes
             without a mesh, or a job that the site does not take.
     """
@@ -118,9 +115,6 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     notes += container_notes
     _refuse_another_run(spec, settings, origins)
     settings, _, plan_notes = plan_meshes(settings, origins, None, is_recipe=is_recipe)
-    if settings.engine.kind.startswith("zero"):
-        settings, ds_notes = take_ds_config(settings, Path.cwd(), is_recipe=is_recipe)
-        notes += ds_notes
     changes = list(chosen.changes)
     fresh = replace(spec, settings=settings, origins=origins, chosen=changes, unlocked=unlocked)
     before = {secret[1:] for secret in secrets_in(spec)}

@@ -70,7 +70,6 @@ from hpctrain.launch.checks import (
     plan_meshes,
     ranks_python,
     runs_inside,
-    take_ds_config,
     with_own_places,
 )
 from hpctrain.launch.launchers import disagreements
@@ -239,8 +238,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
     )
     settings, planned, plan_notes = plan_meshes(settings, origins, request.cwd, is_recipe=is_recipe)
-    settings, ds_notes = take_ds_config(settings, request.cwd, is_recipe=is_recipe)
-    notes += more + plan_notes + ds_notes
+    notes += more + plan_notes
     name, new_parent = _find_place(request, runs, entry)
     as_given = (entry, settings, env)
     entry, settings, env = with_own_places(*as_given, runs / name)

@@ -482,10 +482,6 @@ BAD_COMBINATIONS = [
         "engine.exact is true, which needs engine.compile no, eager or aot_eager; it is inductor",
     ),
     (
-        ["engine.ds_config=a.json", "engine.kind=fsdp2"],
-        'engine.ds_config is "a.json", which only zero0 to zero3 read; engine.kind is fsdp2',
-    ),
-    (
         ["train.experts=1"],
         "train.experts_per_token is 2, more than train.experts 1 (flag --set train.experts)",
     ),
@@ -526,33 +522,12 @@ def test_settings_that_no_number_of_ranks_can_mend_are_refused_in_one_line(sets,
         ["engine.kind=zero1", "engine.precision=bf16", "engine.offload=cpu"],
         ["engine.kind=fsdp2", "engine.offload=cpu", "engine.ep=1-2", "engine.tp=2"],
         ["engine.kind=fsdp2", "engine.exact=true", "engine.tp=2", "train.micro_batch=4"],
-        ["engine.kind=zero2", "engine.ds_config=a.json"],
         ["train.experts=2", "train.experts_per_token=2"],
         ["engine.kind=fsdp2", "engine.compile=inductor"],
     ],
 )
 def test_what_goes_together_passes(sets):
     settled(*sets)
-
-
-def test_a_ds_config_that_a_run_keeps_may_wait_while_another_engine_trains():
-    spec = a_spec(kind="zero3", ds_config=' {"zero_optimization": {}}')
-
-    found, notes = change_spec(spec, ResumeRequest(engine_flags("fsdp2", None)))
-
-    assert notes == ["engine.ds_config has no effect with engine.kind fsdp2"]
-    assert changed(found, engine="zero1").settings.engine.ds_config.startswith("{")
-
-
-def test_a_ds_config_is_read_at_submit_and_told_when_it_is_not_there(work, capsys):
-    argv = ["submit", "--cluster", "local", "--no-submit", "--name", "r", "--engine", "zero1"]
-    assert main([*argv, "--set", "engine.ds_config=ds.json"]) == 4
-    assert "ds.json (engine.ds_config) is not there" in capsys.readouterr().err
-
-    (work / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
-    assert main([*argv, "--set", "engine.ds_config=ds.json"]) == 0
-    kept = load_spec(work / "runs" / "r" / "spec.json").settings.engine.ds_config
-    assert json.loads(kept)["zero_optimization"] == {"stage": 1}
 
 
 def test_a_range_of_nodes_is_refused_where_one_of_them_has_no_mesh():
