@@ -237,10 +237,9 @@ def submit_request(flags: dict[str, Any], *, time: str = "", **more: Any) -> Sub
     """
     from hpctrain.launch.prepare import SubmitRequest, flags_of
 
-    of_run, config = _run_flags(flags), flags.pop("config")
+    of_run, config = job_flags(flags), flags.pop("config")
     if time:
-        given = {path: flag for path, flag in of_run.items() if flag[1] is not None}
-        of_run = {**flags_of(time=time), **given}
+        of_run = flags_of(time=time) | of_run
     return SubmitRequest(
         cwd=Path.cwd(),
         environ=os.environ,
@@ -498,40 +497,30 @@ _GROUPS = {
     "Look": ("dry_run", "whole", "no_submit", "profile", "nsys"),
 }
 """Names of options by what they are about; `--help` shows them so."""
-_OF_RUN = (
-    *("container", "engine", "mesh", "profile", "nsys", "checkpoint", "resume_args", "resume_if"),
-    "snapshot",
+_OTHER_FLAGS = (
+    *("nodes", "container", "engine", "mesh", "profile", "nsys", "checkpoint", "snapshot"),
 )
-"""Options that are settings of a new run, beside those of its job."""
 _AS_TYPED = ("nodelist", "mail_type", "mail_user")
 """Options that go to sbatch as they are."""
-_OWN_SETTING = (
-    *("ranks_per_node", "cpus_per_rank", "mem", "time", "partition", "account", "qos"),
-    *("constraint", "reservation", "exclude"),
-)
 
 
 def job_flags(values: dict[str, Any]) -> Flags:
-    """Take these options' values out of a command's keywords, as flags of settings.
+    """Take the options that are settings out of a command's keywords, as flags of settings.
 
     Raises:
         click.UsageError: GPUs are asked for twice, or a `--sbatch` is no option.
         UsageError: of `--nodes`, the number of spares is none.
     """
-    from hpctrain.core.settings.check import split_spares  # others do without: 5 ms
+    from hpctrain.launch.prepare import FLAGS, flags_of
 
-    training, spares = split_spares(values.pop("nodes"))
     kind, count = values.pop("gpus_per_node") or (None, None)
-    flags: Flags = {
-        "slurm.nodes": ("--nodes", training),
-        "alive.spares": ("--nodes", spares),
-        "shape.prefer": ("--prefer", values.pop("prefer")),
-        "shape.max_node_hours": ("--max-node-hours", values.pop("max_node_hours")),
-        "slurm.gpus_per_node": ("--gpus-per-node", count),
+    exclusive = "yes" if values.pop("exclusive") else None
+    named = {name: values.pop(name) for name in (*FLAGS, *_OTHER_FLAGS) if name in values}
+    flags = flags_of(gpus_per_node=count, **named)
+    flags |= {
         "slurm.gpu_type": ("--gpus-per-node", kind),
-        "slurm.exclusive": ("--exclusive", "yes" if values.pop("exclusive") else None),
+        "slurm.exclusive": ("--exclusive", exclusive),
     }
-    flags |= {f"slurm.{k}": (f"--{k.replace('_', '-')}", values.pop(k)) for k in _OWN_SETTING}
     more = [f"--{k.replace('_', '-')}={v}" for k in _AS_TYPED if (v := values.pop(k)) is not None]
     gres = _take_gres(flags, values.pop("gres"))
     more += [f"--gres={gres}"] if gres else []
@@ -545,14 +534,6 @@ def job_flags(values: dict[str, Any]) -> Flags:
     return flags
 
 
-def _run_flags(values: dict[str, Any]) -> Flags:
-    """Take the values of a new run's options out of a command's keywords, as flags of settings."""
-    from hpctrain.launch.prepare import flags_of
-
-    own = {name: values.pop(name) for name in _OF_RUN if name in values}
-    return flags_of(**own) | job_flags(values)
-
-
 def _take_gres(flags: Flags, gres: str | None) -> str:
     """Take the GPUs out of a `--gres`; what else it asks for."""
     rest = []
@@ -560,7 +541,7 @@ def _take_gres(flags: Flags, gres: str | None) -> str:
         if part != "gpu" and not part.startswith("gpu:"):
             rest.append(part)
             continue
-        if flags["slurm.gpus_per_node"][1] is not None:
+        if "slurm.gpus_per_node" in flags:
             raise click.UsageError(f"--gres {gres} and --gpus-per-node both ask for GPUs; keep one")
         kind, count = _Gpus().convert("1" if part == "gpu" else part, None, None)
         flags["slurm.gpus_per_node"] = ("--gres", count)

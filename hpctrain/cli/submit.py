@@ -416,10 +416,6 @@ def resume(
     sets: tuple[str, ...],
     from_step: int | None,
     new_code: bool,
-    engine: str | None,
-    mesh: dict[str, str] | None,
-    profile: dict[str, object] | None,
-    nsys: int | None,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -439,7 +435,6 @@ def resume(
     """
     from dataclasses import asdict
 
-    from hpctrain.core.settings.check import engine_flags, profile_flags
     from hpctrain.core.settings.spec import hide, secrets_in
     from hpctrain.launch.change import ResumeRequest
     from hpctrain.launch.resume import prepare_resume, resume_run
@@ -449,7 +444,7 @@ def resume(
     asks = run is None and not yes and not dry_run
     run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
     request = ResumeRequest(
-        {**job_flags(flags), **engine_flags(engine, mesh), **profile_flags(profile, nsys)},
+        job_flags(flags),
         sets,
         from_step,
         allow_locked=allow_locked,

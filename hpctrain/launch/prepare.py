@@ -466,53 +466,46 @@ def _find_site(
     return find_site(request.site, request.environ, config, project, cluster.site)
 
 
+FLAGS = {
+    **dict.fromkeys(("gpus_per_node", "ranks_per_node", "cpus_per_rank", "mem", "time"), "slurm"),
+    **dict.fromkeys(("partition", "account", "qos", "constraint"), "slurm"),
+    **dict.fromkeys(("reservation", "exclude"), "slurm"),
+    **dict.fromkeys(("prefer", "max_node_hours"), "shape"),
+    **dict.fromkeys(("resume_args", "resume_if"), "run"),
+}
+"""Flags that give the setting of their name, to its section."""
+
+
 def flags_of(
     *,
     nodes: str | None = None,
-    gpus_per_node: int | None = None,
-    ranks_per_node: int | None = None,
-    time: str | None = None,
-    prefer: str | None = None,
-    max_node_hours: float | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-    qos: str | None = None,
     container: str | None = None,
     engine: str | None = None,
     mesh: Mapping[str, str] | None = None,
     profile: Mapping[str, object] | None = None,
     nsys: int | None = None,
     checkpoint: Sequence[str] = (),
-    resume_args: str | None = None,
-    resume_if: str | None = None,
     snapshot: bool | None = None,
+    **others: object,
 ) -> dict[str, tuple[str, object]]:
     """Return the flags that were given as `layers.flag_layer` takes them; None was not given.
 
     `mesh` is what `parse_mesh` made of `--mesh`, and `profile` what `parse_profile` made of
-    `--profile`.
+    `--profile`; `others` are of `FLAGS`.
     """
     training, spares = split_spares(nodes)
     copies = None if snapshot is None else "yes" if snapshot else "no"
     flags = {
         "slurm.nodes": ("--nodes", training),
         "alive.spares": ("--nodes", spares),
-        "slurm.gpus_per_node": ("--gpus-per-node", gpus_per_node),
-        "slurm.ranks_per_node": ("--ranks-per-node", ranks_per_node),
-        "slurm.time": ("--time", time),
-        "shape.prefer": ("--prefer", prefer),
-        "shape.max_node_hours": ("--max-node-hours", max_node_hours),
-        "slurm.partition": ("--partition", partition),
-        "slurm.account": ("--account", account),
-        "slurm.qos": ("--qos", qos),
         "container.image": ("--container", container),
         **engine_flags(engine, mesh),
         **profile_flags(profile, nsys),
         "checkpoint.sealed": ("--checkpoint", list(checkpoint) or None),
-        "run.resume_args": ("--resume-args", resume_args),
-        "run.resume_if": ("--resume-if", resume_if),
         "run.snapshot": ("--no-snapshot" if copies == "no" else "--snapshot", copies),
     }
+    for name, value in others.items():
+        flags[f"{FLAGS[name]}.{name}"] = (f"--{name.replace('_', '-')}", value)
     return {path: flag for path, flag in flags.items() if flag[1] is not None}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hpctrain.launch.prepare import SubmitRequest, flags_of
+from hpctrain.launch.prepare import FLAGS, SubmitRequest, flags_of
 
-_FLAGS = frozenset(inspect.signature(flags_of).parameters)
+_FLAGS = FLAGS.keys() | inspect.signature(flags_of).parameters
 
 
 def request_of(**fields: Any) -> SubmitRequest:
