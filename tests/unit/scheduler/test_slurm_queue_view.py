@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.facts import ask_starts, read_queue, read_start, read_waits
+from hpctrain.cluster.scheduler.slurm.facts import ask_starts, read_queue, read_start
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.ledger.shapes.queue import JobShape, WaitRecord
+from hpctrain.ledger.shapes.queue import JobShape
 
 NOW = 1_795_860_000.0
 SINFO = """\
@@ -120,21 +120,6 @@ def test_every_shape_has_its_own_answer_whatever_the_others_get():
     assert answers[shapes[2]].refused == "no such QOS"
     assert ask_starts({}, ask=ask) == {}
     assert math.isfinite(answers[shapes[0]].wait_s or 0.0)
-
-
-def test_waits_of_own_jobs_are_read_from_accounting_the_oldest_first():
-    text = """\
-12|gpu|4|120|1795861000|1795864600|COMPLETED
-11|work|2|30|1795860000|1795860060|TIMEOUT
-13|work|2|30|1795860000|Unknown|PENDING
-14|work|2|Partition_Limit|1795860000|1795860060|COMPLETED
-broken|row
-"""
-
-    assert read_waits(text) == [
-        WaitRecord(JobShape(2, 1800), "work", 60.0),
-        WaitRecord(JobShape(4, 7200), "gpu", 3600.0),
-    ]
 
 
 # ---- a requeued job in another shape

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.queue import JobShape, QueueView, WaitRecord
+    from hpctrain.ledger.shapes.queue import JobShape, QueueView
 
 
 STEP_TIMEOUT_S = 120.0
@@ -287,14 +287,6 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm.facts import ask_queue
 
         return ask_queue(partition)
-
-    def own_waits(self) -> list[WaitRecord]:
-        """By sacct."""
-        import getpass
-
-        from hpctrain.cluster.scheduler.slurm.facts import ask_waits
-
-        return ask_waits(getpass.getuser())
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """By the limits of its partitions; of several the one that allows most."""
