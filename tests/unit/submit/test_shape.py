@@ -316,6 +316,20 @@ def test_on_this_machine_there_is_no_queue_and_nothing_is_chosen(work, capsys):
     assert value["spec"]["settings"]["slurm"]["time"] == "1:00:00"
 
 
+def test_waits_of_earlier_runs_correct_what_slurm_estimates(work, capsys):
+    for name in "abc":
+        assert main(["submit", "--site=none", f"--name={name}", "--nodes=2", "--time=auto"]) == 0
+        run = RunDir(work / "runs" / name)
+        start = {"job_id": "17", "restarts": 0, "nodes": ["n1", "n2"], "world_size": 2}
+        began = ledger.read(run)[-1].t + 3600.0
+        write_event(run, "attempt_started", attempt=1, t=began, by="start", **start)
+    capsys.readouterr()
+
+    rows = dry(capsys, "--nodes=2", "--time=auto")["shape"]["candidates"]
+
+    assert "3 waits of own jobs" in rows[-1]["wait_source"]
+
+
 # ---- at a requeue
 
 
@@ -345,6 +359,15 @@ def test_a_requeued_job_is_given_the_shape_that_is_better_now(work, requeued):
     assert given == [JobShape(2, 86400)]
     assert (fact.by, fact.nodes, fact.kept, fact.failed) == ("requeue", 2, False, "")
     assert 1 < len(fact.candidates) <= 12
+
+
+def test_the_nodes_of_the_job_that_ends_count_as_free(work, requeued):
+    put(work, "squeue", "echo '17|COMPLETING|work|n1|(null)|N/A|N/A|1-00:00:00'")
+    given = []
+
+    again(requeued, given.append)
+
+    assert given == [JobShape(2, 86400)]
 
 
 def test_a_shape_that_is_not_clearly_better_is_not_given(work, requeued):
