@@ -428,7 +428,7 @@ def resume(
 
     RUN is a name, a job id, a unique beginning of a name, or - for the newest. Loads the
     newest complete checkpoint, at any number of nodes and with any engine. Shows which
-    checkpoints were considered, and which rank will be on which node.
+    checkpoints were considered.
 
     Uses the run's copy of its code; the line `code` names what differs in your checkout. A
     program behind -- runs in its current version, in the run's working directory.
@@ -462,7 +462,7 @@ def resume(
     resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
     job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
     facts = {
-        "plan": prepared.plan.as_json(),
+        "plan": asdict(prepared.plan),
         "code": hide(prepared.code.line, secrets),
         "notes": hide([*prepared.notes, *followers], secrets),
         "job_id": job_id,

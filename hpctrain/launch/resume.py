@@ -13,7 +13,7 @@ import contextlib
 import filecmp
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base.mesh import Mesh, axes_text, plan_micro_batches
 from hpctrain.core.base.records import EndReason, Skipped
-from hpctrain.core.base.text import count, in_nodes, placed
+from hpctrain.core.base.text import count, in_nodes
 from hpctrain.core.settings.schema import EngineSettings, Settings
 from hpctrain.errors import UsageError, WrongState
 from hpctrain.launch.after import Awaited, check_after, redirect_followers, take_beside
@@ -83,7 +83,8 @@ def plan_resume(
     manifest = checkpoint.manifest if checkpoint is not None else None
     taken = (checkpoint.step, checkpoint.path.name) if checkpoint else None
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
-    sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
+    ranks = spec.settings.slurm.ranks()
+    sizes = [NodeMesh(nodes, ranks, mesh) for nodes, mesh in sorted(found_meshes.items())]
     history = RunHistory.of(events)
     not_known = NO_STEP if reported(history).is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
@@ -484,11 +485,6 @@ class NodeMesh:
     ranks_per_node: int
     mesh: Mesh
 
-    @property
-    def names(self) -> list[str]:
-        """Names of nodes that are not known yet."""
-        return [f"node{number}" for number in range(1, self.nodes + 1)]
-
 
 @dataclass(frozen=True)
 class ResumePlan:
@@ -514,18 +510,6 @@ class ResumePlan:
     resume_args: str = ""
     has_mesh: bool = True
     """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``--json``; every rank of a mesh has its node and its place on each axis."""
-        value = asdict(self)
-        for row, mesh in zip(value["meshes"], self.meshes, strict=True):
-            row["ranks"] = placed(mesh.mesh, mesh.names, mesh.ranks_per_node)
-        return value
-
-
-def by_nodes(meshes: Mapping[int, Mesh], ranks_per_node: int) -> list[NodeMesh]:
-    """Meshes by their number of nodes, the fewest first."""
-    return [NodeMesh(nodes, ranks_per_node, meshes[nodes]) for nodes in sorted(meshes)]
 
 
 def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
@@ -561,7 +545,7 @@ def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list
     return sorted(rows, key=lambda row: -int(row["step"]))
 
 
-def as_text(plan: ResumePlan, *, width: int = 80) -> str:
+def as_text(plan: ResumePlan) -> str:
     """The plan as people read it."""
     lines = [f"run          {plan.run}"]
     lines.extend(
@@ -590,7 +574,6 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
         )
         if node_mesh.nodes in cuts:
             lines.append(f"batch        {_batch_text(cuts[node_mesh.nodes])}")
-        lines += [f"{'':13}{row}" for row in _map_of(node_mesh, width - 13)]
     return "\n".join(lines)
 
 
@@ -607,13 +590,3 @@ def _batch_text(cut: Batching) -> str:
         f"{cut.global_batch} = {count(cut.data_ranks, 'data rank')} x "
         f"{count(cut.micro_batches, 'pass')} of up to {cut.largest_micro_batch}{even}"
     )
-
-
-def _map_of(mesh: NodeMesh, width: int) -> list[str]:
-    """Who stands where, unless ranks simply follow each other along one axis."""
-    if not mesh.mesh.has_axes:
-        return []
-    from hpctrain.core.drawing import drawn, rank_map
-
-    table = rank_map(mesh.mesh, mesh.names, mesh.ranks_per_node, width=width)
-    return drawn(table, width).splitlines()
