@@ -329,9 +329,9 @@ def resume(
     run_dir = find_run(run, runs=runs)
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
-    resumed = resume_run(run_dir, prepared, from_step)
-    plan, notes = prepared.plan, (*prepared.notes, *resumed.notes)
-    return StartedJob(run_dir.name, run_dir.root, resumed.job_id, plan.step, plan.checkpoint, notes)
+    job_id, more = resume_run(run_dir, prepared, from_step)
+    plan, notes = prepared.plan, (*prepared.notes, *more)
+    return StartedJob(run_dir.name, run_dir.root, job_id, plan.step, plan.checkpoint, notes)
 
 
 def status(run: str = LATEST, *, runs: str | Path | None = None) -> Status:

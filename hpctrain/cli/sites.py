@@ -320,7 +320,11 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
     every = _once(finding for _, findings in by_site for finding in findings)
     failing = [one for one in every if strict or one.level == "error"]
     if as_json:
-        echo_json([_findings_plain(name, findings) for name, findings in by_site])
+        from dataclasses import asdict
+
+        echo_json(
+            [{"site": name, "findings": [asdict(one) for one in found]} for name, found in by_site]
+        )
     else:
         if every:
             _echo_findings(every)
@@ -359,14 +363,6 @@ def _counts(findings: Sequence[PresetFinding]) -> str:
     counts = [(sum(one.level == level for one in findings), level) for level in _COLORS]
     parts = [f"{number} {_COUNTED[level][number != 1]}" for number, level in counts if number]
     return ", ".join(parts) or "nothing found"
-
-
-def _findings_plain(name: str, findings: Sequence[PresetFinding]) -> dict[str, Any]:
-    keys = ("level", "path", "value", "where", "message")
-    return {
-        "site": name,
-        "findings": [{key: getattr(one, key) for key in keys} for one in findings],
-    }
 
 
 @command.command("init")

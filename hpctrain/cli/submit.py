@@ -148,23 +148,17 @@ def command(
 
 def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
     """Make ready what would be submitted, and print it."""
+    from hpctrain.launch.launch import begin_of, choose_shape_of
     from hpctrain.launch.prepare import prepare
 
     prepared = prepare(request)
-    if request.begin or request.without:
-        from hpctrain.launch.launch import begin_of
-
-        begin = begin_of(request)
-        if begin is not None:
-            prepared.notes.append(f"begins with {begin.line}")
-    if prepared.spec.settings.shape.choose != "no":
-        from hpctrain.launch.launch import choose_shape_of
-
-        shaped = choose_shape_of(prepared)
-        if shaped is not None:
-            _show_shaped(prepared, shaped, whole=whole, as_json=as_json)
-            return
-    _show(prepared, whole=whole, as_json=as_json)
+    if begin := begin_of(request):
+        prepared.notes.append(f"begins with {begin.line}")
+    shaped = choose_shape_of(prepared)
+    if shaped is not None:
+        _show_shaped(prepared, shaped, whole=whole, as_json=as_json)
+    else:
+        _show(prepared, whole=whole, as_json=as_json)
 
 
 def _show_shaped(prepared: Prepared, shaped: ShapedJob, *, whole: bool, as_json: bool) -> None:
@@ -459,8 +453,9 @@ def resume(
         click.echo(hide(_plan_text(prepared), secrets))
     if asks:
         ask_to_act("resume", run_dir)
-    resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
-    job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
+    job_id, followers = None, list[str]()
+    if not dry_run:
+        job_id, followers = resume_run(run_dir, prepared, from_step, progress)
     facts = {
         "plan": asdict(prepared.plan),
         "code": hide(prepared.code.line, secrets),

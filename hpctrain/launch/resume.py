@@ -9,13 +9,12 @@ tests/slurm/test_elastic.py hold the promises.
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import os
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
@@ -46,7 +45,7 @@ from hpctrain.ledger.run.event_types import TrainingDone
 from hpctrain.ledger.run.fence import look_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpctrain.checkpoint.sealed.files import Seal
     from hpctrain.core.settings.spec import Entry, Snapshot, Spec
@@ -101,14 +100,11 @@ def plan_resume(
         batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
         resume_args=spec.settings.run.resume_args,
-        has_mesh=is_recipe or manifest is not None or _has_mesh(spec, history),
+        has_mesh=is_recipe
+        or manifest is not None
+        or spec.settings.engine != EngineSettings()
+        or any(attempt.mesh is not None for attempt in history.attempts),
     )
-
-
-def _has_mesh(spec: Spec, history: RunHistory) -> bool:
-    """Whether a program is known to use an engine of ours: it was asked for, or has said so."""
-    is_asked = spec.settings.engine != EngineSettings()
-    return is_asked or any(attempt.mesh is not None for attempt in history.attempts)
 
 
 def _refuse_done(run: RunDir, spec: Spec, events: Sequence[ledger.Event]) -> None:
@@ -216,61 +212,46 @@ def _state_bytes(history: RunHistory) -> int | None:
     return next((nbytes for nbytes in sizes if nbytes), None)
 
 
-class ResumedJob(NamedTuple):
-    """The run's next job."""
-
-    job_id: str
-    notes: list[str]
-    """What became of the runs that are to follow."""
-
-
-@contextlib.contextmanager
-def _checkpoint_held(spec: Spec) -> Iterator[None]:
-    """Around the start of an evaluation that is repeated: nobody may prune what it is to read.
-
-    Said twice: until the job is known, somebody may find the evaluation over, as it was before.
-    """
-    if spec.evaluates is None:
-        yield
-        return
-    from hpctrain.launch.evaluations import ask_again
-
-    ask_again(spec.evaluates)
-    yield
-    ask_again(spec.evaluates)
-
-
 def resume_run(
     run: RunDir,
     prepared: PreparedResume,
     from_step: int | None,
     progress: ShowProgress | None = None,
-) -> ResumedJob:
+) -> tuple[str, list[str]]:
     """Start the run's next job, and have those who wait for the run wait for it.
 
+    An evaluation that is repeated is asked for on both sides of the start, so that nobody prunes
+    what it is to read: until the job is known, somebody may find it over, as it was before.
+
     See `launch` for what it raises, and shows by `progress`.
+
+    Returns:
+        The job's id, and what became of the runs that are to follow.
     """
-    spec, exclude = prepared.spec, prepared.exclude
+    from hpctrain.launch.evaluations import ask_again, look_after
+
+    spec = prepared.spec
     notes: list[str] = []
-    with _checkpoint_held(spec):
-        job_id = launch(
-            run,
-            spec,
-            by="resume",
-            from_step=from_step,
-            exclude=exclude,
-            notes=notes,
-            progress=progress,
-            changed=prepared.code.changed,
-            under_lock=lambda: take_code(run, prepared.code),
-            shaped=prepared.shaped,
-        )
+    if spec.evaluates is not None:
+        ask_again(spec.evaluates)
+    job_id = launch(
+        run,
+        spec,
+        by="resume",
+        from_step=from_step,
+        exclude=prepared.exclude,
+        notes=notes,
+        progress=progress,
+        changed=prepared.code.changed,
+        under_lock=lambda: take_code(run, prepared.code),
+        shaped=prepared.shaped,
+    )
+    if spec.evaluates is not None:
+        ask_again(spec.evaluates)
     notes += redirect_followers(run)
     if spec.beside:
-        from hpctrain.launch.evaluations import look_after
-
         notes += look_after(run, spec)
-    return ResumedJob(job_id, notes)
+    return job_id, notes
 
 
 SHOWN = 3

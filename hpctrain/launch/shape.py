@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.cluster.scheduler.base import Accounting, Cluster, StartEstimate, get_cluster
 from hpctrain.cluster.site.schema import Site, site_of
@@ -231,7 +231,7 @@ def choose_for(
         records=records,
         partition=settings.slurm.partition,
         longest_s=max((longest(size) or UNLIMITED_S for size in sizes), default=UNLIMITED_S),
-        wish=_wish(settings),
+        wish=Wish(cast("Prefer", settings.shape.prefer), settings.shape.max_node_hours or None),
         now_has=had,
     )
     plain = had or _plain(settings, sizes, longest, facts)
@@ -396,11 +396,6 @@ def _plain(
     most = longest(nodes)
     limits = enumerate_shapes([nodes], lambda _nodes: most, whole_s=facts.whole_s)
     return limits[-1] if limits else JobShape(nodes, time_s(settings.slurm.time))
-
-
-def _wish(settings: Settings) -> Wish:
-    prefer: Prefer = settings.shape.prefer  # type: ignore[assignment] # its choices are the same
-    return Wish(prefer, settings.shape.max_node_hours or None)
 
 
 def _estimates(

@@ -36,10 +36,12 @@ from hpctrain.ledger.shapes.queue import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import AttemptRecord
+
+    Measure = Callable[["ShapeForecast"], tuple[float, float]]
 
 DOUBLING = 1.8
 """Speed on twice as many nodes, where only one size was measured: an assumption."""
@@ -535,11 +537,10 @@ def decide(
         reasons = "; ".join(dict.fromkeys(row.refused for row in rows)) or "there is none"
         return ShapeChoice(None, tuple(rows), (f"no shape can be chosen: {reasons}", ""))
     by_finish = all(row.mean_s is not None for row in open_rows)
-    best = _best(open_rows, wish.prefer, by_finish=by_finish)
+    measure = _by_finish if by_finish else _by_work
+    best = _best(open_rows, wish.prefer, measure)
     kept = next((row for row in open_rows if row.shape == now_has), None)
-    stays = kept is not None and not _is_clearly_better(
-        best, kept, wish.prefer, by_finish=by_finish
-    )
+    stays = kept is not None and not _is_clearly_better(best, kept, wish.prefer, measure)
     row = kept if stays and kept is not None else best
     return ShapeChoice(row, tuple(rows), _why(row, rows, wish, by_finish=by_finish), kept=stays)
 
@@ -566,26 +567,26 @@ def _within(row: ShapeForecast, facts: RunFacts, wish: Wish) -> ShapeForecast:
     return replace(row, refused=why, too_expensive=True)
 
 
-def _time(row: ShapeForecast, *, by_finish: bool) -> float:
-    """Less is better: seconds until the run is done, or seconds for a unit of work."""
-    return row.mean_s if by_finish and row.mean_s is not None else 1 / row.speed
+def _by_finish(row: ShapeForecast) -> tuple[float, float]:
+    """Seconds until the run is done, and node-hours; of both less is better."""
+    return row.mean_s or 0.0, row.node_hours or 0.0
 
 
-def _cost(row: ShapeForecast, *, by_finish: bool) -> float:
-    return row.node_hours if by_finish and row.node_hours is not None else row.cost
+def _by_work(row: ShapeForecast) -> tuple[float, float]:
+    """The same for a unit of work, where nobody knows how much there is."""
+    return 1 / row.speed, row.cost
 
 
-def _best(rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool) -> ShapeForecast:
+def _best(rows: Sequence[ShapeForecast], prefer: Prefer, measure: Measure) -> ShapeForecast:
     def cost(row: ShapeForecast) -> float:
-        return _cost(row, by_finish=by_finish)
+        return measure(row)[1]
 
     most = {
         "time": math.inf,
         "balanced": min(map(cost, _middle(rows))) * (1 + BALANCED_EXTRA),
         "cost": min(map(cost, rows)) * (1 + COST_EXTRA),
     }[prefer]
-    affordable = [row for row in rows if cost(row) <= most]
-    return min(affordable, key=lambda row: (_time(row, by_finish=by_finish), cost(row)))
+    return min((row for row in rows if cost(row) <= most), key=measure)
 
 
 def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
@@ -596,13 +597,11 @@ def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
 
 
 def _is_clearly_better(
-    best: ShapeForecast, kept: ShapeForecast, prefer: Prefer, *, by_finish: bool
+    best: ShapeForecast, kept: ShapeForecast, prefer: Prefer, measure: Measure
 ) -> bool:
-    time, cost = (
-        measure(best, by_finish=by_finish) <= (1 - CLEARLY) * measure(kept, by_finish=by_finish)
-        for measure in (_time, _cost)
-    )
-    return {"time": time, "cost": time or cost, "balanced": time or cost}[prefer]
+    both = zip(measure(best), measure(kept), strict=True)
+    time, cost = (now <= (1 - CLEARLY) * before for now, before in both)
+    return time or (cost and prefer != "time")
 
 
 def _why(
