@@ -369,7 +369,7 @@ def _unknown_topic(text: str) -> str:
 @click.argument("shell", type=click.Choice(list(_SOURCES)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script for Tab completion of commands, options, runs, settings and partitions.
+    """Print the script for Tab completion of commands, options, runs and settings.
 
     Changes no file.
     """

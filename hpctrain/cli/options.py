@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_TAB_S = 2.0
-"""So long may SLURM take to answer while somebody waits for a completion."""
 _SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
 
 
@@ -353,25 +351,6 @@ def complete_setting(
     return [CompletionItem(f"{n}=") for n in setting_names() if n.startswith(incomplete)]
 
 
-def complete_partition(
-    _ctx: click.Context, _param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """The partitions that SLURM names; none where it does not answer at once."""
-    import subprocess
-
-    from click.shell_completion import CompletionItem
-
-    try:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%R"],
-            capture_output=True, text=True, timeout=_TAB_S, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    names = sorted(set(done.stdout.split())) if done.returncode == 0 else []
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
 def site_argument(function: _Function) -> _Function:
     """`NAME`: a site's name, or the path of its .toml file."""
     return click.argument("name", shell_complete=complete_site)(function)
@@ -466,7 +445,7 @@ _OPTIONS = (
     click.option(
         "--max-node-hours", type=float, metavar="H", help="What the whole run may take, for auto."
     ),
-    click.option("--partition", "-p", shell_complete=complete_partition, help="Partition(s)."),
+    click.option("--partition", "-p", help="Partition(s)."),
     click.option("--account", "-A", help="Account to charge."),
     click.option("--qos", "-q", help="Quality of service."),
     click.option("--constraint", "-C", metavar="FEATURES", help="Features of the nodes."),

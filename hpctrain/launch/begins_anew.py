@@ -161,11 +161,16 @@ class _Program:
         words = " ".join(ast.unparse(one) for one in (*given, *followed)).lower()
         return any(word in words for word in _OF_TRAINING)
 
-    def _is_of_hook(self, node: ast.AST | None) -> bool:
+    def _is_of_hook(self, node: ast.AST) -> bool:
         """Whether a library calls it, which resumes by itself."""
-        while node is not None and not isinstance(node, ast.ClassDef):
-            node = self._parents.get(node)
-        return node is not None and any("Hook" in ast.unparse(one) for one in node.bases)
+        inside = next((one for one in self._above(node) if isinstance(one, ast.ClassDef)), None)
+        return inside is not None and any("Hook" in ast.unparse(one) for one in inside.bases)
+
+    def _above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what a node stands in, the innermost first."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
 
     def _take_option(self, call: ast.Call) -> None:
         names = [one.value for one in call.args if isinstance(one, ast.Constant)]
@@ -192,12 +197,11 @@ class _Program:
         if isinstance(node, ast.Call) and "auto" in ast.unparse(node.func):
             return None
         asked = self._asked_inside(node)
-        while (parent := self._parents.get(node)) is not None:
+        for parent in self._above(node):
             if isinstance(parent, ast.If | ast.IfExp):
                 asked = asked or self._option_in(parent.test)
             if isinstance(parent, ast.FunctionDef) and asked is None:
                 asked = self._asked_by_callers(parent.name)
-            node = parent
         given = asked is None or self._is_given(asked) or asked.dest in self._set
         return None if given else asked
 
@@ -213,13 +217,12 @@ class _Program:
 
     def is_repeated(self, node: ast.AST, depth: int = 0) -> bool:
         """Whether a call stands in a loop, or in a function that is called in one."""
-        while (parent := self._parents.get(node)) is not None:
+        for parent in self._above(node):
             if isinstance(parent, ast.For | ast.While):
                 return True
             if isinstance(parent, ast.FunctionDef):
                 calls = self._calls.get(parent.name, []) if depth < 3 else []  # noqa: PLR2004
                 return any(self.is_repeated(call, depth + 1) for call in calls)
-            node = parent
         return False
 
     def _asked_by_callers(self, name: str) -> AskedOption | None:
@@ -227,11 +230,8 @@ class _Program:
         return asked[0] if asked and None not in asked else None
 
     def _asked_directly(self, node: ast.AST) -> AskedOption | None:
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.If) and (asked := self._option_in(parent.test)):
-                return asked
-            node = parent
-        return None
+        tests = (one.test for one in self._above(node) if isinstance(one, ast.If))
+        return next((asked for test in tests if (asked := self._option_in(test))), None)
 
     def _option_in(self, test: ast.expr) -> AskedOption | None:
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
@@ -287,16 +287,13 @@ class _Program:
 
     def _default_of(self, name: ast.Name) -> str | None:
         """Return the default of a parameter of the function in which a name stands."""
-        node: ast.AST = name
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.FunctionDef):
-                own = parent.args.args
-                defaults = zip(reversed(own), reversed(parent.args.defaults), strict=False)
-                for parameter, default in defaults:
-                    if parameter.arg == name.id and isinstance(default, ast.Constant):
-                        return str(default.value) if default.value else None
-                return None
-            node = parent
+        inside = (one for one in self._above(name) if isinstance(one, ast.FunctionDef))
+        if (function := next(inside, None)) is None:
+            return None
+        own = function.args
+        for parameter, default in zip(reversed(own.args), reversed(own.defaults), strict=False):
+            if parameter.arg == name.id and isinstance(default, ast.Constant):
+                return str(default.value) if default.value else None
         return None
 
     def _value(self, option: AskedOption) -> str:

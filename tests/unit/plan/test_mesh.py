@@ -242,12 +242,12 @@ def test_very_many_ranks_a_stage_are_planned_without_trying_them_all():
     began = time.process_time()
     engine = fsdp2(pp="900000000", dp_replicate="1-999999999")
 
-    with pytest.raises(UsageError, match=r"use 900000000 nodes$"):
+    with pytest.raises(UsageError, match=r"set other bounds$"):
         plan_mesh(engine, 3, 1)
 
-    assert Planner(engine, 1).nearest(3) == [900_000_000]
-    assert Planner(fsdp2(pp="900000000"), 8).nearest(3) == [112_500_000]
-    assert Planner(fsdp2(pp="900000000", tp="5-8"), 8).nearest(3) == [900_000_000]
+    assert Planner(engine, 1).nearest(3) == []
+    assert Planner(fsdp2(pp="900000000"), 8).nearest(3) == []
+    assert Planner(fsdp2(pp="900000000", tp="5-8"), 8).nearest(3) == []
     assert time.process_time() - began < 30  # not hours
 
 
