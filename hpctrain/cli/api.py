@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -384,34 +384,17 @@ def _public(seen: RunStatus) -> Status:
     from hpctrain.observe.status.text import as_json
 
     facts = as_json(seen)
-    return Status(
-        **{name: facts[name] for name in _AS_IN_JSON},
-        dir=Path(seen.root),
-        over=seen.state in OVER,
-        attempts=tuple(seen.attempts),
-        checkpoint=seen.checkpoint,
-        failure=seen.failure.summary if seen.failure else None,
-        failure_log=Path(seen.failure_log) if seen.failure_log else None,
-        facts=facts,
-    )
-
-
-_AS_IN_JSON = (
-    "run",
-    "state",
-    "words",
-    "step",
-    "total_steps",
-    "loss",
-    "step_s",
-    "last_seen",
-    "cluster",
-    "job_id",
-    "why",
-    "exit_code",
-    "cluster_problem",
-    "steps_lost",
-)
+    own: dict[str, Any] = {
+        "dir": Path(seen.root),
+        "over": seen.state in OVER,
+        "attempts": tuple(seen.attempts),
+        "checkpoint": seen.checkpoint,
+        "failure": seen.failure.summary if seen.failure else None,
+        "failure_log": Path(seen.failure_log) if seen.failure_log else None,
+        "facts": facts,
+    }
+    names = [one.name for one in fields(Status) if one.name not in own]
+    return Status(**own, **{name: facts[name] for name in names})
 
 
 def _words(command: Sequence[str | os.PathLike[str]]) -> Sequence[str | os.PathLike[str]]:

@@ -265,18 +265,14 @@ def _reasons(match: Match) -> str:
 
 
 def _detected_plain(detected: Detected | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
     chosen = detected.chosen if detected else None
     return {
         "site": chosen.name if chosen else None,
         "tied": [match.name for match in detected.tied] if detected else [],
         "matches": [
-            {
-                "name": match.name,
-                "signal": match.signal.name.lower(),
-                "priority": match.priority,
-                "reasons": list(match.reasons),
-                "passed_over": match.passed_over,
-            }
+            asdict(match) | {"signal": match.signal.name.lower()}
             for match in (detected.matches if detected else ())
         ],
     }

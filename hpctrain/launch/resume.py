@@ -83,7 +83,10 @@ def plan_resume(
     taken = (checkpoint.step, checkpoint.path.name) if checkpoint else None
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
     ranks = spec.settings.slurm.ranks()
-    sizes = [NodeMesh(nodes, ranks, mesh) for nodes, mesh in sorted(found_meshes.items())]
+    sizes = [
+        NodeMesh(nodes, ranks, mesh, batch_text(spec.settings, mesh) if is_recipe else "")
+        for nodes, mesh in sorted(found_meshes.items())
+    ]
     history = RunHistory.of(events)
     not_known = NO_STEP if reported(history).is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
@@ -97,7 +100,6 @@ def plan_resume(
         engine=spec.settings.engine.kind,
         looked_at=looked or looked_at(taken, choice.skipped),
         meshes=sizes,
-        batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
         resume_args=spec.settings.run.resume_args,
         has_mesh=is_recipe
@@ -443,28 +445,14 @@ NONE_YET = "none yet: starts from the beginning"
 
 
 @dataclass(frozen=True)
-class Batching:
-    """How the fixed global batch is cut at one world size."""
-
-    nodes: int
-    world_size: int
-    data_ranks: int
-    """Ranks that take samples of their own; those of a tp or pp group take the same."""
-    global_batch: int
-    micro_batches: int
-    """Passes per step of each rank."""
-    largest_micro_batch: int
-    is_even: bool
-    """False where some ranks take one sample more than others; the loss is weighted by samples."""
-
-
-@dataclass(frozen=True)
 class NodeMesh:
     """The mesh at one number of nodes."""
 
     nodes: int
     ranks_per_node: int
     mesh: Mesh
+    batch: str = ""
+    """How the global batch is cut; "" for a script of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -484,8 +472,6 @@ class ResumePlan:
     """Every checkpoint that was looked at: step, name, taken, why."""
     meshes: list[NodeMesh]
     """At the fewest and at the most nodes."""
-    batching: list[Batching]
-    """The same; empty for a script of the user's own."""
     not_known: str = ""
     """Why it is not known where the run continues and how its ranks stand."""
     resume_args: str = ""
@@ -493,26 +479,17 @@ class ResumePlan:
     """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
 
 
-def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
-    """The batch arithmetic on each mesh."""
-    cuts = []
-    batch = settings.train.global_batch
-    for node_mesh in meshes:
-        ranks = node_mesh.mesh.data_ranks
-        passes = passes_of(settings.engine, node_mesh.mesh)
-        plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
-        cuts.append(
-            Batching(
-                nodes=node_mesh.nodes,
-                world_size=node_mesh.mesh.world_size,
-                data_ranks=ranks,
-                global_batch=batch,
-                micro_batches=plan.micro_batches,
-                largest_micro_batch=plan.largest_piece,
-                is_even=batch % (ranks * plan.micro_batches) == 0,
-            )
-        )
-    return cuts
+def batch_text(settings: Settings, mesh: Mesh) -> str:
+    """How the recipe's fixed global batch is cut on a mesh; ranks of a tp or pp group share one."""
+    batch, ranks = settings.train.global_batch, mesh.data_ranks
+    passes = passes_of(settings.engine, mesh)
+    plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
+    is_even = batch % (ranks * plan.micro_batches) == 0
+    return (
+        f"{batch} = {count(ranks, 'data rank')} x {count(plan.micro_batches, 'pass')} of up to "
+        f"{plan.largest_piece}"
+        f"{'' if is_even else ', shares differ by one sample (the loss is weighted)'}"
+    )
 
 
 def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list[dict[str, Any]]:
@@ -543,7 +520,6 @@ def as_text(plan: ResumePlan) -> str:
         lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {count(plan.saved_world_size, 'rank')}, {plan.saved_engine}")
-    cuts = {item.nodes: item for item in plan.batching}
     for node_mesh in plan.meshes:
         ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
         if plan.not_known or not plan.has_mesh:
@@ -553,8 +529,8 @@ def as_text(plan: ResumePlan) -> str:
             f"mesh         {ranks}: {plan.engine}, {node_mesh.mesh.text}"
             f"{_was(plan, node_mesh.mesh)}"
         )
-        if node_mesh.nodes in cuts:
-            lines.append(f"batch        {_batch_text(cuts[node_mesh.nodes])}")
+        if node_mesh.batch:
+            lines.append(f"batch        {node_mesh.batch}")
     return "\n".join(lines)
 
 
@@ -563,11 +539,3 @@ def _was(plan: ResumePlan, mesh: Mesh) -> str:
     if not plan.saved_mesh or (plan.saved_engine, plan.saved_mesh) == (plan.engine, mesh.as_dict()):
         return ""
     return f"; was {plan.saved_engine}, {axes_text(plan.saved_mesh)}"
-
-
-def _batch_text(cut: Batching) -> str:
-    even = "" if cut.is_even else ", shares differ by one sample (the loss is weighted)"
-    return (
-        f"{cut.global_batch} = {count(cut.data_ranks, 'data rank')} x "
-        f"{count(cut.micro_batches, 'pass')} of up to {cut.largest_micro_batch}{even}"
-    )

@@ -746,7 +746,10 @@ def test_all_that_makes_it_another_run_is_tried_above():
 def a_plan(chosen, origins, saved_engine="ddp", saved_mesh=None):
     """A resume's plan over a checkpoint of 8 ranks."""
     found = meshes(chosen, origins, is_recipe=True)
-    ends = [resume.NodeMesh(n, chosen.slurm.ranks(), mesh) for n, mesh in found.items()]
+    ends = [
+        resume.NodeMesh(n, chosen.slurm.ranks(), mesh, resume.batch_text(chosen, mesh))
+        for n, mesh in found.items()
+    ]
     return resume.ResumePlan(
         run="r",
         step=5,
@@ -757,7 +760,6 @@ def a_plan(chosen, origins, saved_engine="ddp", saved_mesh=None):
         engine=chosen.engine.kind,
         looked_at=resume.looked_at((5, "step-0000000005"), []),
         meshes=ends,
-        batching=resume.batching(chosen, ends),
     )
 
 
@@ -796,11 +798,11 @@ def test_a_plan_as_json_has_the_mesh():
 
 def test_ranks_that_take_the_same_samples_count_once_and_a_pipeline_is_filled():
     sets = ["slurm.ranks_per_node=4", "train.global_batch=6"]
-    (cut,) = a_plan(*settled(*sets, engine="fsdp2", mesh="pp=4")).batching
+    (end,) = a_plan(*settled(*sets, engine="fsdp2", mesh="pp=4")).meshes
 
-    assert (cut.world_size, cut.data_ranks) == (4, 1)
-    assert (cut.micro_batches, cut.largest_micro_batch) == (4, 2)
-    assert not cut.is_even
+    assert end.batch == (
+        "6 = 1 data rank x 4 passes of up to 2, shares differ by one sample (the loss is weighted)"
+    )
 
 
 # ---- who stands where
