@@ -351,11 +351,6 @@ def complete_setting(
     return [CompletionItem(f"{n}=") for n in setting_names() if n.startswith(incomplete)]
 
 
-def site_argument(function: _Function) -> _Function:
-    """`NAME`: a site's name, or the path of its .toml file."""
-    return click.argument("name", shell_complete=complete_site)(function)
-
-
 def complete_site(
     _ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import complete_site, json_option, site_argument
+from hpctrain.cli.options import complete_site, json_option
 from hpctrain.cluster.scheduler.base import get_cluster, name_here
 from hpctrain.cluster.site.load import identities, load_site, site_files
 from hpctrain.cluster.site.schema import PACKAGED, PresetFinding, Site, dotted
@@ -116,7 +116,7 @@ def _files(row: dict[str, Any]) -> str:
 
 
 @command.command("show")
-@site_argument
+@click.argument("name", shell_complete=complete_site)
 @click.option("--origin", is_flag=True, help="Show file, line and source of each value.")
 @click.option(
     "--env",

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 THEN = "then"
 _NAME_LENGTH = 100
 EVALUATE = "evaluate"
-SECTIONS = (EVALUATE,)
-"""Sections of settings that name the program of a job beside the run as their `script`."""
 NOT_SEALED = (
     "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
 )
@@ -313,7 +311,7 @@ def take_beside(
     before: Spec | None = None,
     accounting: Accounting | None = None,
 ) -> list[str]:
-    """Put the programs of all jobs beside the run into its spec, once each is known to work.
+    """Put the program of evaluations into the run's spec, once it is known to work.
 
     `before` is the spec as it was, at a resume: what it names already is not looked for anew.
 
@@ -324,32 +322,27 @@ def take_beside(
         NotFound: there is no such program.
         UsageError: it cannot run, or its job cannot be.
     """
-    notes: list[str] = []
     kept, spec.beside = spec.beside, {}
-    for section in SECTIONS:
-        script = value_at(spec.settings, f"{section}.script")
-        if not script:
-            continue
-        same = before is not None and value_at(before.settings, f"{section}.script") == script
-        entry = kept.get(section) if same else None
-        spec.beside[section] = entry or _read_command(spec, section, environ)
-        notes += side_spec(spec, section, name=spec.name, accounting=accounting)[1]
-        if section == EVALUATE and spec.settings.checkpoint.sealed:
-            notes.append(NOT_SEALED)
-    return notes
-
-
-def _read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
-    """What a section's `script` is to run, found as `submit` finds what stands behind `--`."""
-    where = f"{spec.origins.get(f'{section}.script', DEFAULT)}: {section}.script"
-    script = value_at(spec.settings, f"{section}.script")
-    return read_script(spec, section, script, environ, where=where)
+    script = spec.settings.evaluate.script
+    if not script:
+        return []
+    same = before is not None and before.settings.evaluate.script == script
+    entry = kept.get(EVALUATE) if same else None
+    if entry is None:
+        where = f"{spec.origins.get('evaluate.script', DEFAULT)}: evaluate.script"
+        entry = read_script(spec, EVALUATE, script, environ, where=where)
+    spec.beside[EVALUATE] = entry
+    notes = side_spec(spec, EVALUATE, name=spec.name, accounting=accounting)[1]
+    return [*notes, NOT_SEALED] if spec.settings.checkpoint.sealed else notes
 
 
 def read_script(
     spec: Spec, section: str, script: str, environ: Mapping[str, str], *, where: str
 ) -> Entry:
-    """The same for a command line from elsewhere, which a message calls `where`."""
+    """What a command line is to run, found as `submit` finds what stands behind `--`.
+
+    A message calls it `where`.
+    """
     try:
         words = shlex.split(script)
     except ValueError as error:

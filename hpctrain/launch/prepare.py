@@ -182,7 +182,10 @@ def prepare(request: SubmitRequest) -> Prepared:
     lower = [site.layer if site else None, shell, *(one.layer for one in configs)]
     flags = flag_layer(request.flags, request.sets)
     given, origins = _settled(*resolve([*filter(None, lower), flags]), site, accounting)
-    program = _program(request, inside=runs_inside(given, cluster))
+    program = NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
+    if request.command:
+        inside = runs_inside(given, cluster)
+        program = read_program(request.command, request.cwd, request.environ, inside=inside)
     entry = program.entry
     is_recipe = entry.kind == "recipe"
     chosen = check(given, origins)
@@ -554,13 +557,6 @@ def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
     if "{checkpoint}" in run.resume_args or "{step}" in run.resume_args:
         when, sealed = "where it has a registered checkpoint", ""
     return [f"added to the program's arguments {when}{sealed}: {run.resume_args}"]
-
-
-def _program(request: SubmitRequest, *, inside: bool) -> NamedProgram:
-    """What the ranks run; see `read_program`."""
-    if not request.command:
-        return NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
-    return read_program(request.command, request.cwd, request.environ, inside=inside)
 
 
 def _environment(
