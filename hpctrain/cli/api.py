@@ -195,8 +195,9 @@ def submit(
         ClusterUnreachable: no answer; the job may run, so the run stays and `resume` finds it.
     """
     from hpctrain.advise.lint.render import lint_notes
+    from hpctrain.launch.change import flags_of
     from hpctrain.launch.launch import submit_run
-    from hpctrain.launch.prepare import SubmitRequest, flags_of
+    from hpctrain.launch.prepare import SubmitRequest
 
     request = SubmitRequest(
         cwd=Path.cwd(),
@@ -299,8 +300,7 @@ def resume(
         UsageError: the run is done, or an argument is wrong.
         ClusterError: the scheduler refused, or did not answer.
     """
-    from hpctrain.launch.change import ResumeRequest
-    from hpctrain.launch.prepare import flags_of
+    from hpctrain.launch.change import ResumeRequest, flags_of
     from hpctrain.launch.resume import prepare_resume, resume_run
 
     if from_step is not None and from_step < 0:

@@ -233,7 +233,8 @@ def submit_request(flags: dict[str, Any], *, time: str = "", **more: Any) -> Sub
         time: The time limit where none is given; the site's if "".
         **more: More fields of the request.
     """
-    from hpctrain.launch.prepare import SubmitRequest, flags_of
+    from hpctrain.launch.change import flags_of
+    from hpctrain.launch.prepare import SubmitRequest
 
     of_run, config = job_flags(flags), flags.pop("config")
     if time:
@@ -485,7 +486,7 @@ def job_flags(values: dict[str, Any]) -> Flags:
         click.UsageError: GPUs are asked for twice, or a `--sbatch` is no option.
         UsageError: of `--nodes`, the number of spares is none.
     """
-    from hpctrain.launch.prepare import FLAGS, flags_of
+    from hpctrain.launch.change import FLAGS, flags_of
 
     kind, count = values.pop("gpus_per_node") or (None, None)
     exclusive = "yes" if values.pop("exclusive") else None

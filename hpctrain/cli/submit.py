@@ -148,13 +148,18 @@ def command(
 
 def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
     """Make ready what would be submitted, and print it."""
-    from hpctrain.launch.launch import begin_of, choose_shape_of
     from hpctrain.launch.prepare import prepare
 
-    prepared = prepare(request)
-    if begin := begin_of(request):
-        prepared.notes.append(f"begins with {begin.line}")
-    shaped = choose_shape_of(prepared)
+    prepared, shaped = prepare(request), None
+    if request.begin or request.without:
+        from hpctrain.launch.launch import begin_of
+
+        if begin := begin_of(request):
+            prepared.notes.append(f"begins with {begin.line}")
+    if prepared.spec.settings.shape.choose != "no":  # else without launch.py, which takes 75 ms
+        from hpctrain.launch.launch import choose_shape_of
+
+        shaped = choose_shape_of(prepared)
     if shaped is not None:
         _show_shaped(prepared, shaped, whole=whole, as_json=as_json)
     else:

@@ -20,7 +20,7 @@ from hpctrain.cluster.site.load import site_files
 from hpctrain.cluster.site.schema import SYSTEM, Site, site_of
 from hpctrain.cluster.site.sheet import check_locked, locked_changes
 from hpctrain.core.base.env import HPCTRAIN_SITE
-from hpctrain.core.settings.check import check
+from hpctrain.core.settings.check import check, engine_flags, profile_flags, split_spares
 from hpctrain.core.settings.layers import AUTO, DEFAULT, Layer, SettingsFile, flag_layer, resolve
 from hpctrain.core.settings.schema import Settings, value_at
 from hpctrain.core.settings.spec import Spec, secret_warnings, secrets_in
@@ -69,6 +69,49 @@ class ResumeRequest:
     """A program with its arguments, in the place of the run's."""
     new_code: bool = False
     """Run the checkout as it is now, not the copy that the run has."""
+
+
+FLAGS = {
+    **dict.fromkeys(("gpus_per_node", "ranks_per_node", "cpus_per_rank", "mem", "time"), "slurm"),
+    **dict.fromkeys(("partition", "account", "qos", "constraint"), "slurm"),
+    **dict.fromkeys(("reservation", "exclude"), "slurm"),
+    **dict.fromkeys(("prefer", "max_node_hours"), "shape"),
+    **dict.fromkeys(("resume_args", "resume_if"), "run"),
+}
+"""Flags that give the setting of their name, to its section."""
+
+
+def flags_of(
+    *,
+    nodes: str | None = None,
+    container: str | None = None,
+    engine: str | None = None,
+    mesh: Mapping[str, str] | None = None,
+    profile: Mapping[str, object] | None = None,
+    nsys: int | None = None,
+    checkpoint: Sequence[str] = (),
+    snapshot: bool | None = None,
+    **others: object,
+) -> dict[str, tuple[str, object]]:
+    """Return the flags that were given as `layers.flag_layer` takes them; None was not given.
+
+    `mesh` is what `parse_mesh` made of `--mesh`, and `profile` what `parse_profile` made of
+    `--profile`; `others` are of `FLAGS`.
+    """
+    training, spares = split_spares(nodes)
+    copies = None if snapshot is None else "yes" if snapshot else "no"
+    flags = {
+        "slurm.nodes": ("--nodes", training),
+        "alive.spares": ("--nodes", spares),
+        "container.image": ("--container", container),
+        **engine_flags(engine, mesh),
+        **profile_flags(profile, nsys),
+        "checkpoint.sealed": ("--checkpoint", list(checkpoint) or None),
+        "run.snapshot": ("--no-snapshot" if copies == "no" else "--snapshot", copies),
+    }
+    for name, value in others.items():
+        flags[f"{FLAGS[name]}.{name}"] = (f"--{name.replace('_', '-')}", value)
+    return {path: flag for path, flag in flags.items() if flag[1] is not None}
 
 
 def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:

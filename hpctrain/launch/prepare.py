@@ -30,7 +30,7 @@ from hpctrain.core.base.files import (
     make_runs_folder,
     remove_runs_folder,
 )
-from hpctrain.core.settings.check import check, engine_flags, profile_flags, split_spares
+from hpctrain.core.settings.check import check
 from hpctrain.core.settings.layers import (
     AUTO,
     ENV_SECTION,
@@ -109,7 +109,7 @@ class SubmitRequest:
     command: Sequence[str] = ()
     """PROGRAM ARGS..., empty for the shipped recipe."""
     flags: Mapping[str, tuple[str, object]] = field(default_factory=dict)
-    """Settings that were given by flags, as `layers.flag_layer` takes them; see `flags_of`."""
+    """Settings that were given by flags, as `change.flags_of` makes them."""
     site: str | None = None
     cluster: str | None = None
     name: str | None = None
@@ -467,49 +467,6 @@ def _find_site(
     project = (request.cwd / request.config).parent if request.config else request.cwd
     config = _naming(configs, "site")
     return find_site(request.site, request.environ, config, project, cluster.site)
-
-
-FLAGS = {
-    **dict.fromkeys(("gpus_per_node", "ranks_per_node", "cpus_per_rank", "mem", "time"), "slurm"),
-    **dict.fromkeys(("partition", "account", "qos", "constraint"), "slurm"),
-    **dict.fromkeys(("reservation", "exclude"), "slurm"),
-    **dict.fromkeys(("prefer", "max_node_hours"), "shape"),
-    **dict.fromkeys(("resume_args", "resume_if"), "run"),
-}
-"""Flags that give the setting of their name, to its section."""
-
-
-def flags_of(
-    *,
-    nodes: str | None = None,
-    container: str | None = None,
-    engine: str | None = None,
-    mesh: Mapping[str, str] | None = None,
-    profile: Mapping[str, object] | None = None,
-    nsys: int | None = None,
-    checkpoint: Sequence[str] = (),
-    snapshot: bool | None = None,
-    **others: object,
-) -> dict[str, tuple[str, object]]:
-    """Return the flags that were given as `layers.flag_layer` takes them; None was not given.
-
-    `mesh` is what `parse_mesh` made of `--mesh`, and `profile` what `parse_profile` made of
-    `--profile`; `others` are of `FLAGS`.
-    """
-    training, spares = split_spares(nodes)
-    copies = None if snapshot is None else "yes" if snapshot else "no"
-    flags = {
-        "slurm.nodes": ("--nodes", training),
-        "alive.spares": ("--nodes", spares),
-        "container.image": ("--container", container),
-        **engine_flags(engine, mesh),
-        **profile_flags(profile, nsys),
-        "checkpoint.sealed": ("--checkpoint", list(checkpoint) or None),
-        "run.snapshot": ("--no-snapshot" if copies == "no" else "--snapshot", copies),
-    }
-    for name, value in others.items():
-        flags[f"{FLAGS[name]}.{name}"] = (f"--{name.replace('_', '-')}", value)
-    return {path: flag for path, flag in flags.items() if flag[1] is not None}
 
 
 def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) -> list[str]:

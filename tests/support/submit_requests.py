@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hpctrain.launch.prepare import FLAGS, SubmitRequest, flags_of
+from hpctrain.launch.change import FLAGS, flags_of
+from hpctrain.launch.prepare import SubmitRequest
 
 _FLAGS = FLAGS.keys() | inspect.signature(flags_of).parameters
 
