@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.ledger.run.layout import RunDir, runs_flag, runs_root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from click.shell_completion import CompletionItem
 
@@ -37,6 +37,13 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
+
+
+def echo_table(rows: Sequence[Sequence[object]], **how: Any) -> None:
+    """As `drawing.echo_table`; rich is imported where something is drawn."""
+    from hpctrain.core import drawing
+
+    drawing.echo_table(rows, **how)
 
 
 def runs_option(function: _Function) -> _Function:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import complete_site, json_option
+from hpctrain.cli.options import complete_site, echo_table, json_option
 from hpctrain.cluster.scheduler.base import get_cluster, name_here
 from hpctrain.cluster.site.load import identities, load_site, site_files
 from hpctrain.cluster.site.schema import PACKAGED, PresetFinding, Site, dotted
@@ -84,8 +84,6 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
         (row["name"], row["stability"], row["reviewed"] or None, row["description"], _files(row))
         for row in rows
     ]
-    from hpctrain.core.drawing import echo_table
-
     echo_table(cells, header=("SITE", "STABILITY", "REVIEWED", "", "FILES"))
 
 
@@ -180,8 +178,6 @@ def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
 
 def _echo_head(site: Site) -> None:
     """Who the site is: one line, and one for each fact that it has of itself."""
-    from hpctrain.core.drawing import echo_table
-
     click.echo(f"{site.name}: {site.about.description or 'no description'}")
     rows = [(key, value) for key in _ABOUT[1:] if (value := getattr(site.about, key))]
     rows += [("" if n else "files", one.path) for n, one in enumerate(site.files)]
@@ -189,8 +185,6 @@ def _echo_head(site: Site) -> None:
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
-    from hpctrain.core.drawing import echo_table
-
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():
         if len(path) == 1 or path[0] == "sources":
@@ -207,8 +201,6 @@ def _echo_values(site: Site, *, origin: bool) -> None:
 
 
 def _echo_environment(derived: Environment, *, origin: bool) -> None:
-    from hpctrain.core.drawing import echo_table
-
     click.echo()
     rows = [
         (f"{name}={variable.value}", *([variable.origin] if origin else []))
@@ -246,8 +238,6 @@ def detect_command(*, as_json: bool) -> None:
         cells = [
             (_mark(match, detected), match.name, _reasons(match)) for match in detected.matches
         ]
-        from hpctrain.core.drawing import echo_table
-
         echo_table(cells)
     if detected is not None:
         detected.require_one()
@@ -340,8 +330,6 @@ def _echo_findings(findings: Sequence[PresetFinding]) -> None:
     """The findings as a table."""
     from rich.text import Text
 
-    from hpctrain.core.drawing import echo_table
-
     rows = [
         (_short(one.where), Text(one.level, _COLORS[one.level]), one.path, one.message)
         for one in findings
@@ -425,8 +413,6 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
 
 def _echo_facts(facts: NodeFacts) -> None:
     """One line for each fact; what could not be read says why."""
-    from hpctrain.core.drawing import echo_table
-
     known = facts.plain()
     unreadable: dict[str, str] = known.pop("unreadable")
     rows: list[tuple[str, str]] = []

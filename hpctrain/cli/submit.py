@@ -17,6 +17,7 @@ from hpctrain.cli.options import (
     ask_to_act,
     cluster_option,
     complete_run,
+    echo_table,
     engine_options,
     foreign_option,
     job_flags,
@@ -174,13 +175,10 @@ def _show_shaped(prepared: Prepared, shaped: ShapedJob, *, whole: bool, as_json:
 
     prepared.notes.extend(shaped.notes)
     chosen = replace(prepared, spec=in_shape(prepared.spec, shaped.shape))
-    if not as_json:
-        from hpctrain.core.drawing import echo_table
-
-        if shaped.choice:
-            header, rows = table(shaped.choice)
-            echo_table(rows, header=header, right=range(1, len(header)))
-            click.echo("\n".join([*shaped.lines(), ""]))
+    if shaped.choice and not as_json:
+        header, rows = table(shaped.choice)
+        echo_table(rows, header=header, right=range(1, len(header)))
+        click.echo("\n".join([*shaped.lines(), ""]))
     more = {"shape": shaped.as_json()}
     _show(chosen, whole=whole, as_json=as_json, more=more)
 
@@ -277,8 +275,6 @@ def _report(submitted: SubmittedRun, *, as_json: bool) -> None:
         rows.append(("code", f"a copy of {count(spec.snapshot.files, 'file')}, {commit}{edits}"))
     if spec.dropped_env:
         rows.append(("dropped", f"from the environment: {', '.join(spec.dropped_env)}"))
-    from hpctrain.core.drawing import echo_table
-
     echo_table(rows)
     click.echo()
     click.echo("\n".join(f"  {line}" for line in following))

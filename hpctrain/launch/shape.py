@@ -31,7 +31,6 @@ from hpctrain.ledger.shapes.choose import (
     RunFacts,
     ShapeChoice,
     ShapeForecast,
-    Wish,
     choose_shape,
     run_facts,
     waits_of,
@@ -231,7 +230,8 @@ def choose_for(
         records=records,
         partition=settings.slurm.partition,
         longest_s=max((longest(size) or UNLIMITED_S for size in sizes), default=UNLIMITED_S),
-        wish=Wish(cast("Prefer", settings.shape.prefer), settings.shape.max_node_hours or None),
+        prefer=cast("Prefer", settings.shape.prefer),
+        most_node_hours=settings.shape.max_node_hours or None,
         now_has=had,
     )
     plain = had or _plain(settings, sizes, longest, facts)

@@ -452,18 +452,6 @@ CLEARLY = 0.10
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asked for.
-
-    Attributes:
-        most_node_hours: For the whole run, what it has used so far included; None for no limit.
-    """
-
-    prefer: Prefer = "time"
-    most_node_hours: float | None = None
-
-
-@dataclass(frozen=True)
 class ShapeChoice:
     """The shape of the next job, with all that were looked at.
 
@@ -501,7 +489,8 @@ def choose_shape(
     records: Sequence[WaitRecord] = (),
     partition: str = "",
     longest_s: float = DAY_S,
-    wish: Wish | None = None,
+    prefer: Prefer = "time",
+    most_node_hours: float | None = None,
     now_has: JobShape | None = None,
 ) -> ShapeChoice:
     """Forecast every candidate and choose one.
@@ -514,22 +503,23 @@ def choose_shape(
         records: Waits of own jobs, oldest first.
         partition: Where the job goes.
         longest_s: The longest time limit there.
-        wish: What counts.
+        prefer: What counts.
+        most_node_hours: What the whole run may take, what it has used so far included; None for
+            no limit.
         now_has: The shape of the run's last job; None before the first.
     """
-    wish = wish or Wish()
     waits = {s: expected_wait(s, estimates.get(s), records, partition, longest_s) for s in shapes}
     usual = _usual(list(waits.values()))
     rows = [
-        _within(forecast(shape, facts, wait, _later(wait, usual)), facts, wish)
+        _within(forecast(shape, facts, wait, _later(wait, usual)), facts, most_node_hours)
         for shape, wait in waits.items()
     ]
     rows = [replace(row, refused=(refused or {}).get(row.shape) or row.refused) for row in rows]
-    return decide(rows, wish=wish, now_has=now_has)
+    return decide(rows, prefer, now_has=now_has)
 
 
 def decide(
-    rows: Sequence[ShapeForecast], *, wish: Wish, now_has: JobShape | None = None
+    rows: Sequence[ShapeForecast], prefer: Prefer = "time", *, now_has: JobShape | None = None
 ) -> ShapeChoice:
     """Choose among candidates that are forecast already."""
     open_rows = [row for row in rows if not row.refused]
@@ -538,11 +528,11 @@ def decide(
         return ShapeChoice(None, tuple(rows), (f"no shape can be chosen: {reasons}", ""))
     by_finish = all(row.mean_s is not None for row in open_rows)
     measure = _by_finish if by_finish else _by_work
-    best = _best(open_rows, wish.prefer, measure)
+    best = _best(open_rows, prefer, measure)
     kept = next((row for row in open_rows if row.shape == now_has), None)
-    stays = kept is not None and not _is_clearly_better(best, kept, wish.prefer, measure)
+    stays = kept is not None and not _is_clearly_better(best, kept, prefer, measure)
     row = kept if stays and kept is not None else best
-    return ShapeChoice(row, tuple(rows), _why(row, rows, wish, by_finish=by_finish), kept=stays)
+    return ShapeChoice(row, tuple(rows), _why(row, rows, prefer, by_finish=by_finish), kept=stays)
 
 
 def _usual(waits: Sequence[QueueWait | None]) -> QueueWait | None:
@@ -556,14 +546,14 @@ def _later(wait: QueueWait | None, usual: QueueWait | None) -> QueueWait | None:
     return wait if wait is None or usual is None else between(wait, usual)
 
 
-def _within(row: ShapeForecast, facts: RunFacts, wish: Wish) -> ShapeForecast:
+def _within(row: ShapeForecast, facts: RunFacts, most: float | None) -> ShapeForecast:
     """Refuse what would cost more than the user allows."""
-    if wish.most_node_hours is None or row.node_hours is None or row.refused:
+    if most is None or row.node_hours is None or row.refused:
         return row
     total = facts.spent_node_hours + row.node_hours
-    if total <= wish.most_node_hours:
+    if total <= most:
         return row
-    why = f"it would take {total:.1f} node-hours (at most {wish.most_node_hours:g})"
+    why = f"it would take {total:.1f} node-hours (at most {most:g})"
     return replace(row, refused=why, too_expensive=True)
 
 
@@ -605,7 +595,7 @@ def _is_clearly_better(
 
 
 def _why(
-    row: ShapeForecast, rows: Sequence[ShapeForecast], wish: Wish, *, by_finish: bool
+    row: ShapeForecast, rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool
 ) -> tuple[str, str]:
     """Why this one, in two lines: the comparison, and what it rests on."""
     more = percent(BALANCED_EXTRA)
@@ -613,7 +603,7 @@ def _why(
         "time": "finishes first" if by_finish else "does most work per hour of waiting and running",
         "cost": f"finishes first within {percent(COST_EXTRA)} of the fewest node-hours",
         "balanced": f"finishes first within {more} of the middle size's node-hours",
-    }[wish.prefer]
+    }[prefer]
     refused = sum(bool(one.refused) for one in rows)
     among = f"{reason} of {count(len(rows), 'candidate')}"
     among += f" ({refused} refused)" if refused else ""
