@@ -413,10 +413,10 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
 
 def _echo_facts(facts: NodeFacts) -> None:
     """One line for each fact; what could not be read says why."""
-    known = facts.plain()
-    unreadable: dict[str, str] = known.pop("unreadable")
+    by_name = facts.plain()
+    unreadable: dict[str, str] = by_name.pop("unreadable")
     rows: list[tuple[str, str]] = []
-    for name, value in known.items():
+    for name, value in by_name.items():
         if isinstance(value, dict):
             rows += [(f"{name} {key}", _in_words(one)) for key, one in value.items()]
         else:

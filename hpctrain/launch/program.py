@@ -546,5 +546,5 @@ def _own(module: str, folders: Sequence[Path]) -> list[Path | None] | None:
 def _inside(folder: Path, name: str) -> Path | None:
     """The file or folder of a module in a folder."""
     names = (f"{name}.py", f"{name}.pyc", name, f"{name}.*.so", f"{name}.so")
-    found = (path for one in names for path in folder.glob(one))
-    return next((path for path in found if path.suffix or path.is_dir()), None)
+    places = (path for one in names for path in folder.glob(one))
+    return next((path for path in places if path.suffix or path.is_dir()), None)

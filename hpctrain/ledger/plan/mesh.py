@@ -333,8 +333,8 @@ class Planner:
         """The next lower and the next higher number of nodes with a mesh, as far as there are."""
         below = range(nodes - 1, max(0, nodes - 1 - NEAREST_WITHIN), -1)
         above = range(nodes + 1, nodes + 1 + NEAREST_WITHIN)
-        found = (next((n for n in side if self.at(n)), 0) for side in (below, above))
-        return [n for n in found if n]
+        sides = (next((n for n in side if self.at(n)), 0) for side in (below, above))
+        return [n for n in sides if n]
 
     def at(self, nodes: int) -> Mesh | None:
         """The mesh on so many nodes; None without one."""
