@@ -102,11 +102,14 @@ def plan_resume(
         meshes=sizes,
         not_known=not_known,
         resume_args=spec.settings.run.resume_args,
-        has_mesh=is_recipe
-        or manifest is not None
-        or spec.settings.engine != EngineSettings()
-        or any(attempt.mesh is not None for attempt in history.attempts),
+        has_mesh=is_recipe or manifest is not None or _has_mesh(spec, history),
     )
+
+
+def _has_mesh(spec: Spec, history: RunHistory) -> bool:
+    """Whether a program is known to use an engine of ours: it was asked for, or has said so."""
+    is_asked = spec.settings.engine != EngineSettings()
+    return is_asked or any(attempt.mesh is not None for attempt in history.attempts)
 
 
 def _refuse_done(run: RunDir, spec: Spec, events: Sequence[ledger.Event]) -> None:
