@@ -196,18 +196,24 @@ def _convert(folder: Path) -> float:
 
 
 def _engine(kind: str, world: World, params: int, *, universal: bool = False) -> Engine:
-    import json
+    from unittest import mock
 
     import torch
     from _model import Net
 
     from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.ledger.plan.deepspeed import engine_config
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.engines.zero import engine as zero
 
     model = Net(params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    own = json.dumps({"checkpoint": {"load_universal": True}}) if universal else ""
-    settings = EngineSettings(kind=kind, precision="fp32", clip_norm=0.0, ds_config=own)
+    settings = EngineSettings(kind=kind, precision="fp32", clip_norm=0.0)
+    if universal:
+        own = {"checkpoint": {"load_universal": True}}
+        mock.patch.object(
+            zero, "engine_config", lambda *args, **more: engine_config(*args, **more) | own
+        ).start()
     return parallelize(model, optimizer, settings, world)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,8 +195,9 @@ def submit(
         ClusterUnreachable: no answer; the job may run, so the run stays and `resume` finds it.
     """
     from hpctrain.advise.lint.render import lint_notes
+    from hpctrain.launch.change import flags_of
     from hpctrain.launch.launch import submit_run
-    from hpctrain.launch.prepare import SubmitRequest, flags_of
+    from hpctrain.launch.prepare import SubmitRequest
 
     request = SubmitRequest(
         cwd=Path.cwd(),
@@ -299,8 +300,7 @@ def resume(
         UsageError: the run is done, or an argument is wrong.
         ClusterError: the scheduler refused, or did not answer.
     """
-    from hpctrain.launch.change import ResumeRequest
-    from hpctrain.launch.prepare import flags_of
+    from hpctrain.launch.change import ResumeRequest, flags_of
     from hpctrain.launch.resume import prepare_resume, resume_run
 
     if from_step is not None and from_step < 0:
@@ -329,9 +329,9 @@ def resume(
     run_dir = find_run(run, runs=runs)
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
-    resumed = resume_run(run_dir, prepared, from_step)
-    plan, notes = prepared.plan, (*prepared.notes, *resumed.notes)
-    return StartedJob(run_dir.name, run_dir.root, resumed.job_id, plan.step, plan.checkpoint, notes)
+    job_id, more = resume_run(run_dir, prepared, from_step)
+    plan, notes = prepared.plan, (*prepared.notes, *more)
+    return StartedJob(run_dir.name, run_dir.root, job_id, plan.step, plan.checkpoint, notes)
 
 
 def status(run: str = LATEST, *, runs: str | Path | None = None) -> Status:
@@ -384,34 +384,17 @@ def _public(seen: RunStatus) -> Status:
     from hpctrain.observe.status.text import as_json
 
     facts = as_json(seen)
-    return Status(
-        **{name: facts[name] for name in _AS_IN_JSON},
-        dir=Path(seen.root),
-        over=seen.state in OVER,
-        attempts=tuple(seen.attempts),
-        checkpoint=seen.checkpoint,
-        failure=seen.failure.summary if seen.failure else None,
-        failure_log=Path(seen.failure_log) if seen.failure_log else None,
-        facts=facts,
-    )
-
-
-_AS_IN_JSON = (
-    "run",
-    "state",
-    "words",
-    "step",
-    "total_steps",
-    "loss",
-    "step_s",
-    "last_seen",
-    "cluster",
-    "job_id",
-    "why",
-    "exit_code",
-    "cluster_problem",
-    "steps_lost",
-)
+    own: dict[str, Any] = {
+        "dir": Path(seen.root),
+        "over": seen.state in OVER,
+        "attempts": tuple(seen.attempts),
+        "checkpoint": seen.checkpoint,
+        "failure": seen.failure.summary if seen.failure else None,
+        "failure_log": Path(seen.failure_log) if seen.failure_log else None,
+        "facts": facts,
+    }
+    names = [one.name for one in fields(Status) if one.name not in own]
+    return Status(**own, **{name: facts[name] for name in names})
 
 
 def _words(command: Sequence[str | os.PathLike[str]]) -> Sequence[str | os.PathLike[str]]:

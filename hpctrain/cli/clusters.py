@@ -1,155 +1,21 @@
-"""`hpctrain queue` and `local`: when a job would start; the embedded cluster, seen, disturbed."""
+"""`hpctrain local`: the embedded cluster, seen and disturbed."""
 
 from __future__ import annotations
 
-import math
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import (
-    cluster_option,
-    complete_partition,
-    complete_run,
-    json_option,
-    runs_option,
-)
-from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
-from hpctrain.core.base.text import count, duration, in_nodes
+from hpctrain.cli.options import complete_run, runs_option
+from hpctrain.core.base.text import count
 from hpctrain.core.terminal import echo_json
-from hpctrain.errors import ClusterUnreachable, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run.find_run import find_run
 from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from hpctrain.ledger.shapes.queue import QueueView
-
-SIZES = 6
-"""Rows of nodes."""
-LIMITS_S = tuple(minutes * 60 for minutes in (30, 60, 120, 240, 480, 1440))
-
-
-@click.command(
-    name="queue",
-    epilog="""\b
-Examples:
-  hpctrain queue                      the default partition
-  hpctrain queue --partition gpu      another one
-  hpctrain queue --json               the same, for programs
-""",
-)
-@click.option("--partition", "-p", default="", shell_complete=complete_partition, help="Partition.")
-@cluster_option("Which scheduler; slurm if there is an sbatch.")
-@json_option
-def command(partition: str, cluster: str | None, *, as_json: bool) -> None:
-    """Show which shapes of a job would start now or soon.
-
-    Calculated from the jobs and nodes that you can see and from SLURM's planned starts. A node with
-    a job on it counts as taken. SLURM may start a job earlier: most jobs end before their limit.
-    """
-    scheduler = get_cluster(cluster or default_cluster(os.environ))
-    if scheduler.on_this_machine:
-        raise UsageError(f"cluster {scheduler.name} has no queue; use it where there is an sbatch")
-    view = scheduler.queue_view(partition)
-    if view is None:
-        where = f"partition {partition}" if partition else "the default partition"
-        raise ClusterUnreachable(
-            f"the scheduler shows no queue of {where}: it gave no answer within 2 s, or there is "
-            "no such partition; `sinfo` lists them"
-        )
-    if as_json:
-        echo_json(as_value(view, partition))
-        return
-    from hpctrain.core.drawing import echo_table
-
-    echo_table(facts(view, partition))
-    click.echo()
-    header, rows = table(view)
-    echo_table(rows, header=header, right=range(1, len(header)))
-
-
-def sizes(view: QueueView) -> list[int]:
-    """Return the numbers of nodes that are shown: powers of two, and all."""
-    most = len(view.nodes)
-    powers = [2**n for n in range(16) if 2**n < most]
-    return sorted({*powers[-SIZES + 1 :], most} - {0})
-
-
-def limits_of(view: QueueView) -> list[int]:
-    """Return the time limits that are shown, as far as the partition allows them."""
-    most = view.max_time_s
-    if most is None:
-        return list(LIMITS_S)
-    return sorted({*(limit for limit in LIMITS_S if limit < most), most})[-len(LIMITS_S) :]
-
-
-def starts(view: QueueView) -> list[dict[str, Any]]:
-    """Return when each shape would start; None where it never would as things are."""
-    from hpctrain.ledger.shapes.queue import JobShape
-
-    return [
-        {"nodes": n, "limit_s": limit, "start": view.start_of(JobShape(n, limit))}
-        for n in sizes(view)
-        for limit in limits_of(view)
-    ]
-
-
-def facts(view: QueueView, partition: str) -> list[tuple[str, str]]:
-    """Return what is said of the partition."""
-    free = len(view.free(view.now, view.now + 1))
-    limit = "no time limit" if view.max_time_s is None else f"limit {duration(view.max_time_s)}"
-    planned = sum(claim.start > view.now for claim in view.claims)
-    holes = [f"{in_nodes([nodes])} {_until(end, view.now)}" for nodes, end in view.holes()]
-    return [
-        ("partition", f"{partition or '(default)'}: {count(len(view.nodes), 'node')}, {limit}"),
-        ("free now", f"{free} of them{': ' if holes else ''}{', '.join(holes)}"),
-        ("waiting", f"{count(planned, 'job')} with a planned start, {view.unplanned} without"),
-    ]
-
-
-def _until(end: float, now: float) -> str:
-    from hpctrain.observe.status.finish import moment
-
-    return "with no end planned" if end == math.inf else f"until {moment(end, now)}"
-
-
-def table(view: QueueView) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: nodes down, time limits across, when each would start."""
-    from hpctrain.observe.status.finish import moment
-
-    by_shape = {(row["nodes"], row["limit_s"]): row["start"] for row in starts(view)}
-
-    def cell(start: float | None) -> str:
-        if start is None:
-            return "-"
-        return "now" if start <= view.now else moment(start, view.now)
-
-    limits = limits_of(view)
-    header = ["a job of", *(duration(limit) for limit in limits)]
-    rows = [[in_nodes([n]), *(cell(by_shape[n, limit]) for limit in limits)] for n in sizes(view)]
-    return header, rows
-
-
-def as_value(view: QueueView, partition: str) -> dict[str, Any]:
-    """Return the same for programs."""
-    return {
-        "partition": partition,
-        "now": view.now,
-        "nodes": len(view.nodes),
-        "free": len(view.free(view.now, view.now + 1)),
-        "holes": [
-            {"nodes": nodes, "until": None if end == math.inf else end}
-            for nodes, end in view.holes()
-        ],
-        "max_time_s": view.max_time_s,
-        "planned": sum(claim.start > view.now for claim in view.claims),
-        "unplanned": view.unplanned,
-        "starts": starts(view),
-    }
 
 
 @click.group(

@@ -54,7 +54,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "lint": ("lint", "Check a training program for distributed-training bugs."),
         "plan": ("plan", "Choose a strategy for a model on these GPUs, with its cost."),
         "preflight": ("check:preflight", "Test nodes before a run gets them; names the bad ones."),
-        "queue": ("clusters", "Show which shapes of a job would start now or soon."),
     },
     "Checkpoints": {
         "checkpoints": ("checkpoints", "List, verify, keep, prune, import and export checkpoints."),
@@ -96,6 +95,7 @@ ALIASES = {
 """What people type by habit, to the command that is meant; no help lists them."""
 REMOVED = {
     "train": "`hpctrain submit --cluster local` trains the shipped recipe on this machine",
+    "queue": "`hpctrain submit --time auto --dry-run` shows which shape of a job would start when",
     "sites test": "`hpctrain check --site FILE` asks SLURM the same, beside its other checks",
     "report --compare": "`hpctrain status A B` and `hpctrain tensorboard A B` show several runs",
 }
@@ -280,7 +280,7 @@ _PAGES = {
     **dict.fromkeys(["drill", "lint"], "check"),
     **dict.fromkeys(["events", "logs", "profile", "report", "status", "tensorboard"], "watching"),
     **dict.fromkeys(["cancel", "resume", "stacks"], "staying-alive"),
-    **dict.fromkeys(["evaluate", "queue"], "how-do-i"),
+    "evaluate": "how-do-i",
     "init": "getting-started",
 }
 """Commands whose page has another name."""
@@ -369,7 +369,7 @@ def _unknown_topic(text: str) -> str:
 @click.argument("shell", type=click.Choice(list(_SOURCES)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script for Tab completion of commands, options, runs, settings and partitions.
+    """Print the script for Tab completion of commands, options, runs and settings.
 
     Changes no file.
     """

@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.ledger.run.layout import RunDir, runs_flag, runs_root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from click.shell_completion import CompletionItem
 
@@ -36,9 +36,14 @@ if TYPE_CHECKING:
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_TAB_S = 2.0
-"""So long may SLURM take to answer while somebody waits for a completion."""
 _SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
+
+
+def echo_table(rows: Sequence[Sequence[object]], **how: Any) -> None:
+    """As `drawing.echo_table`; rich is imported where something is drawn."""
+    from hpctrain.core import drawing
+
+    drawing.echo_table(rows, **how)
 
 
 def runs_option(function: _Function) -> _Function:
@@ -235,12 +240,12 @@ def submit_request(flags: dict[str, Any], *, time: str = "", **more: Any) -> Sub
         time: The time limit where none is given; the site's if "".
         **more: More fields of the request.
     """
-    from hpctrain.launch.prepare import SubmitRequest, flags_of
+    from hpctrain.launch.change import flags_of
+    from hpctrain.launch.prepare import SubmitRequest
 
-    of_run, config = _run_flags(flags), flags.pop("config")
+    of_run, config = job_flags(flags), flags.pop("config")
     if time:
-        given = {path: flag for path, flag in of_run.items() if flag[1] is not None}
-        of_run = {**flags_of(time=time), **given}
+        of_run = flags_of(time=time) | of_run
     return SubmitRequest(
         cwd=Path.cwd(),
         environ=os.environ,
@@ -351,30 +356,6 @@ def complete_setting(
     return [CompletionItem(f"{n}=") for n in setting_names() if n.startswith(incomplete)]
 
 
-def complete_partition(
-    _ctx: click.Context, _param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """The partitions that SLURM names; none where it does not answer at once."""
-    import subprocess
-
-    from click.shell_completion import CompletionItem
-
-    try:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%R"],
-            capture_output=True, text=True, timeout=_TAB_S, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    names = sorted(set(done.stdout.split())) if done.returncode == 0 else []
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
-def site_argument(function: _Function) -> _Function:
-    """`NAME`: a site's name, or the path of its .toml file."""
-    return click.argument("name", shell_complete=complete_site)(function)
-
-
 def complete_site(
     _ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -464,7 +445,7 @@ _OPTIONS = (
     click.option(
         "--max-node-hours", type=float, metavar="H", help="What the whole run may take, for auto."
     ),
-    click.option("--partition", "-p", shell_complete=complete_partition, help="Partition(s)."),
+    click.option("--partition", "-p", help="Partition(s)."),
     click.option("--account", "-A", help="Account to charge."),
     click.option("--qos", "-q", help="Quality of service."),
     click.option("--constraint", "-C", metavar="FEATURES", help="Features of the nodes."),
@@ -495,40 +476,28 @@ _GROUPS = {
     "Look": ("dry_run", "whole", "no_submit", "profile"),
 }
 """Names of options by what they are about; `--help` shows them so."""
-_OF_RUN = (
-    *("container", "engine", "mesh", "profile", "checkpoint", "resume_args", "resume_if"),
-    "snapshot",
-)
-"""Options that are settings of a new run, beside those of its job."""
+_OTHER_FLAGS = (*("nodes", "container", "engine", "mesh", "profile", "checkpoint", "snapshot"),)
 _AS_TYPED = ("nodelist", "mail_type", "mail_user")
 """Options that go to sbatch as they are."""
-_OWN_SETTING = (
-    *("ranks_per_node", "cpus_per_rank", "mem", "time", "partition", "account", "qos"),
-    *("constraint", "reservation", "exclude"),
-)
 
 
 def job_flags(values: dict[str, Any]) -> Flags:
-    """Take these options' values out of a command's keywords, as flags of settings.
+    """Take the options that are settings out of a command's keywords, as flags of settings.
 
     Raises:
         click.UsageError: GPUs are asked for twice, or a `--sbatch` is no option.
         UsageError: of `--nodes`, the number of spares is none.
     """
-    from hpctrain.core.settings.check import split_spares  # others do without: 5 ms
+    from hpctrain.launch.change import FLAGS, flags_of
 
-    training, spares = split_spares(values.pop("nodes"))
     kind, count = values.pop("gpus_per_node") or (None, None)
-    flags: Flags = {
-        "slurm.nodes": ("--nodes", training),
-        "alive.spares": ("--nodes", spares),
-        "shape.prefer": ("--prefer", values.pop("prefer")),
-        "shape.max_node_hours": ("--max-node-hours", values.pop("max_node_hours")),
-        "slurm.gpus_per_node": ("--gpus-per-node", count),
+    exclusive = "yes" if values.pop("exclusive") else None
+    named = {name: values.pop(name) for name in (*FLAGS, *_OTHER_FLAGS) if name in values}
+    flags = flags_of(gpus_per_node=count, **named)
+    flags |= {
         "slurm.gpu_type": ("--gpus-per-node", kind),
-        "slurm.exclusive": ("--exclusive", "yes" if values.pop("exclusive") else None),
+        "slurm.exclusive": ("--exclusive", exclusive),
     }
-    flags |= {f"slurm.{k}": (f"--{k.replace('_', '-')}", values.pop(k)) for k in _OWN_SETTING}
     more = [f"--{k.replace('_', '-')}={v}" for k in _AS_TYPED if (v := values.pop(k)) is not None]
     gres = _take_gres(flags, values.pop("gres"))
     more += [f"--gres={gres}"] if gres else []
@@ -542,14 +511,6 @@ def job_flags(values: dict[str, Any]) -> Flags:
     return flags
 
 
-def _run_flags(values: dict[str, Any]) -> Flags:
-    """Take the values of a new run's options out of a command's keywords, as flags of settings."""
-    from hpctrain.launch.prepare import flags_of
-
-    own = {name: values.pop(name) for name in _OF_RUN if name in values}
-    return flags_of(**own) | job_flags(values)
-
-
 def _take_gres(flags: Flags, gres: str | None) -> str:
     """Take the GPUs out of a `--gres`; what else it asks for."""
     rest = []
@@ -557,7 +518,7 @@ def _take_gres(flags: Flags, gres: str | None) -> str:
         if part != "gpu" and not part.startswith("gpu:"):
             rest.append(part)
             continue
-        if flags["slurm.gpus_per_node"][1] is not None:
+        if "slurm.gpus_per_node" in flags:
             raise click.UsageError(f"--gres {gres} and --gpus-per-node both ask for GPUs; keep one")
         kind, count = _Gpus().convert("1" if part == "gpu" else part, None, None)
         flags["slurm.gpus_per_node"] = ("--gres", count)

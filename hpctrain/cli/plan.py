@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import complete_partition, complete_site, json_option
+from hpctrain.cli.options import complete_site, json_option
 from hpctrain.cluster.scheduler.base import Accounting, default_cluster, get_cluster
 from hpctrain.core.terminal import echo_json, echo_note
 from hpctrain.errors import HpctrainError, UsageError
@@ -379,7 +379,7 @@ Examples:
 """,
 )
 @click.option("--program", metavar="FILE", help="Your training program.")
-@click.option("--partition", "-p", shell_complete=complete_partition, help="Partition(s).")
+@click.option("--partition", "-p", help="Partition(s).")
 @click.option("--account", "-A", help="Account to charge.")
 @click.option("--gpus-per-node", type=click.IntRange(min=0), metavar="G", help="GPUs per node.")
 @click.option("--nodes", "-N", metavar="N|MIN-MAX", help="Nodes.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import complete_site, json_option, site_argument
+from hpctrain.cli.options import complete_site, echo_table, json_option
 from hpctrain.cluster.scheduler.base import get_cluster, name_here
 from hpctrain.cluster.site.load import identities, load_site, site_files
 from hpctrain.cluster.site.schema import PACKAGED, PresetFinding, Site, dotted
@@ -84,8 +84,6 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
         (row["name"], row["stability"], row["reviewed"] or None, row["description"], _files(row))
         for row in rows
     ]
-    from hpctrain.core.drawing import echo_table
-
     echo_table(cells, header=("SITE", "STABILITY", "REVIEWED", "", "FILES"))
 
 
@@ -115,33 +113,16 @@ def _files(row: dict[str, Any]) -> str:
     )
 
 
-def _versions(
-    _ctx: click.Context, _param: click.Parameter, values: Sequence[str]
-) -> dict[str, str]:
-    """`KEY=VERSION`s by key, refused where no condition of a preset asks for that key."""
-    names = ("nccl", "torch", "plugin", "gpu")
-    versions: dict[str, str] = {}
-    for text in values:
-        key, equals, value = text.partition("=")
-        if key not in names or not equals or not value:
-            raise click.BadParameter(f"{text}: write {', '.join(f'{k}=...' for k in names)}")
-        versions[key] = value
-    return versions
-
-
 @command.command("show")
-@site_argument
+@click.argument("name", shell_complete=complete_site)
 @click.option("--origin", is_flag=True, help="Show file, line and source of each value.")
-@click.option("--env", "with_env", is_flag=True, help="Show the ranks' environment.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the job, for --env. [1]")
 @click.option(
-    "--assume",
-    metavar="KEY=VERSION",
-    multiple=True,
-    callback=_versions,
-    help="For --env: versions of nccl, torch or plugin, or the gpu's name; unknown ones hold for "
-    "no condition.",
+    "--env",
+    "with_env",
+    is_flag=True,
+    help="Show the ranks' environment, without what a condition adds.",
 )
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the job, for --env. [1]")
 @json_option
 def show_command(
     *,
@@ -149,20 +130,23 @@ def show_command(
     origin: bool,
     with_env: bool,
     nodes: int | None,
-    assume: dict[str, str],
     as_json: bool,
 ) -> None:
     """Show a preset: NAME is a site or a .toml file.
 
     \b
     hpctrain sites show frontier --origin
-    hpctrain sites show frontier --env --nodes 2 --assume nccl=2.27
+    hpctrain sites show frontier --env --nodes 2
     hpctrain sites show ./mine.toml --json
     """  # noqa: D301 - click wants the control character
-    if not with_env and (nodes is not None or assume):
-        raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
+    if nodes is not None and not with_env:
+        raise click.UsageError("--nodes is for --env; add it.")
     site = load_site(name)
-    derived = _derived(site, nodes or 1, assume) if with_env else None
+    derived = None
+    if with_env:
+        from hpctrain.cluster.site.environment import Versions, derive
+
+        derived = derive(site, nodes=nodes or 1, versions=Versions(), run_dir=_RUN_DIR)
     if as_json:
         echo_json(_site_plain(site, derived))
         return
@@ -171,12 +155,6 @@ def show_command(
         _echo_values(site, origin=origin)
     else:
         _echo_environment(derived, origin=origin)
-
-
-def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
-    from hpctrain.cluster.site.environment import Versions, derive
-
-    return derive(site, nodes=nodes, versions=Versions(**assume), run_dir=_RUN_DIR)
 
 
 def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
@@ -200,8 +178,6 @@ def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
 
 def _echo_head(site: Site) -> None:
     """Who the site is: one line, and one for each fact that it has of itself."""
-    from hpctrain.core.drawing import echo_table
-
     click.echo(f"{site.name}: {site.about.description or 'no description'}")
     rows = [(key, value) for key in _ABOUT[1:] if (value := getattr(site.about, key))]
     rows += [("" if n else "files", one.path) for n, one in enumerate(site.files)]
@@ -209,8 +185,6 @@ def _echo_head(site: Site) -> None:
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
-    from hpctrain.core.drawing import echo_table
-
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():
         if len(path) == 1 or path[0] == "sources":
@@ -227,8 +201,6 @@ def _echo_values(site: Site, *, origin: bool) -> None:
 
 
 def _echo_environment(derived: Environment, *, origin: bool) -> None:
-    from hpctrain.core.drawing import echo_table
-
     click.echo()
     rows = [
         (f"{name}={variable.value}", *([variable.origin] if origin else []))
@@ -266,8 +238,6 @@ def detect_command(*, as_json: bool) -> None:
         cells = [
             (_mark(match, detected), match.name, _reasons(match)) for match in detected.matches
         ]
-        from hpctrain.core.drawing import echo_table
-
         echo_table(cells)
     if detected is not None:
         detected.require_one()
@@ -285,18 +255,14 @@ def _reasons(match: Match) -> str:
 
 
 def _detected_plain(detected: Detected | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
     chosen = detected.chosen if detected else None
     return {
         "site": chosen.name if chosen else None,
         "tied": [match.name for match in detected.tied] if detected else [],
         "matches": [
-            {
-                "name": match.name,
-                "signal": match.signal.name.lower(),
-                "priority": match.priority,
-                "reasons": list(match.reasons),
-                "passed_over": match.passed_over,
-            }
+            asdict(match) | {"signal": match.signal.name.lower()}
             for match in (detected.matches if detected else ())
         ],
     }
@@ -340,7 +306,11 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
     every = _once(finding for _, findings in by_site for finding in findings)
     failing = [one for one in every if strict or one.level == "error"]
     if as_json:
-        echo_json([_findings_plain(name, findings) for name, findings in by_site])
+        from dataclasses import asdict
+
+        echo_json(
+            [{"site": name, "findings": [asdict(one) for one in found]} for name, found in by_site]
+        )
     else:
         if every:
             _echo_findings(every)
@@ -360,8 +330,6 @@ def _echo_findings(findings: Sequence[PresetFinding]) -> None:
     """The findings as a table."""
     from rich.text import Text
 
-    from hpctrain.core.drawing import echo_table
-
     rows = [
         (_short(one.where), Text(one.level, _COLORS[one.level]), one.path, one.message)
         for one in findings
@@ -379,14 +347,6 @@ def _counts(findings: Sequence[PresetFinding]) -> str:
     counts = [(sum(one.level == level for one in findings), level) for level in _COLORS]
     parts = [f"{number} {_COUNTED[level][number != 1]}" for number, level in counts if number]
     return ", ".join(parts) or "nothing found"
-
-
-def _findings_plain(name: str, findings: Sequence[PresetFinding]) -> dict[str, Any]:
-    keys = ("level", "path", "value", "where", "message")
-    return {
-        "site": name,
-        "findings": [{key: getattr(one, key) for key in keys} for one in findings],
-    }
 
 
 @command.command("init")
@@ -453,36 +413,22 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
 
 def _echo_facts(facts: NodeFacts) -> None:
     """One line for each fact; what could not be read says why."""
-    from hpctrain.core.drawing import echo_table
-
-    rows: list[tuple[str, str]] = [("node", facts.node), ("host", facts.host)]
-    interfaces = facts.interfaces or []
-    rows += [
-        (f"interface {i.name}", f"{'up' if i.up else 'down'} {' '.join(i.addresses)}")
-        for i in interfaces
-    ]
-    rows += [
-        (f"adapter {p.hca}:{p.port}", f"{p.state} {p.rate_gbps:g} Gb/s {p.link_layer}")
-        for p in facts.ports or []
-        if p.rate_gbps is not None
-    ]
-    rows += [("efa", ", ".join(facts.efa or [])), ("slingshot", ", ".join(facts.cxi or []))]
-    rows += [
-        (f"gpu {g.index}", f"{g.name}, driver {g.driver}, NVLinks {g.nvlinks}")
-        for g in facts.gpus or []
-    ]
-    rows += [
-        ("shared memory", f"{facts.shm_gib} GiB" if facts.shm_gib else ""),
-        ("memlock", _kib(facts.memlock or "")),
-        ("nofile", str(facts.nofile or "")),
-    ]
-    rows += [(f"disk {folder}", f"{free} GiB free") for folder, free in (facts.local or {}).items()]
-    rows += [(name, value) for name, value in (facts.versions or {}).items()]
-    rows += [(f"nccl.conf {name}", value) for name, value in (facts.nccl_conf or {}).items()]
+    by_name = facts.plain()
+    unreadable: dict[str, str] = by_name.pop("unreadable")
+    rows: list[tuple[str, str]] = []
+    for name, value in by_name.items():
+        if isinstance(value, dict):
+            rows += [(f"{name} {key}", _in_words(one)) for key, one in value.items()]
+        else:
+            rows += [
+                (name, _in_words(one)) for one in (value if isinstance(value, list) else [value])
+            ]
     rows = [row for row in rows if row[1]]
-    rows += [(name, f"unknown: {why}") for name, why in facts.unreadable.items()]
-    echo_table(rows)
+    echo_table([*rows, *((name, f"unknown: {why}") for name, why in unreadable.items())])
 
 
-def _kib(limit: str) -> str:
-    return f"{limit} KiB" if limit.isdigit() else limit
+def _in_words(value: Any) -> str:
+    """A fact; of one with several parts "NAME VALUE" of each that is known."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {text}" for key, one in value.items() if (text := _in_words(one)))
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value or "")

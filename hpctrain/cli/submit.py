@@ -17,6 +17,7 @@ from hpctrain.cli.options import (
     ask_to_act,
     cluster_option,
     complete_run,
+    echo_table,
     engine_options,
     foreign_option,
     job_flags,
@@ -150,21 +151,20 @@ def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
     """Make ready what would be submitted, and print it."""
     from hpctrain.launch.prepare import prepare
 
-    prepared = prepare(request)
+    prepared, shaped = prepare(request), None
     if request.begin or request.without:
         from hpctrain.launch.launch import begin_of
 
-        begin = begin_of(request)
-        if begin is not None:
+        if begin := begin_of(request):
             prepared.notes.append(f"begins with {begin.line}")
-    if prepared.spec.settings.shape.choose != "no":
+    if prepared.spec.settings.shape.choose != "no":  # else without launch.py, which takes 75 ms
         from hpctrain.launch.launch import choose_shape_of
 
         shaped = choose_shape_of(prepared)
-        if shaped is not None:
-            _show_shaped(prepared, shaped, whole=whole, as_json=as_json)
-            return
-    _show(prepared, whole=whole, as_json=as_json)
+    if shaped is not None:
+        _show_shaped(prepared, shaped, whole=whole, as_json=as_json)
+    else:
+        _show(prepared, whole=whole, as_json=as_json)
 
 
 def _show_shaped(prepared: Prepared, shaped: ShapedJob, *, whole: bool, as_json: bool) -> None:
@@ -175,13 +175,10 @@ def _show_shaped(prepared: Prepared, shaped: ShapedJob, *, whole: bool, as_json:
 
     prepared.notes.extend(shaped.notes)
     chosen = replace(prepared, spec=in_shape(prepared.spec, shaped.shape))
-    if not as_json:
-        from hpctrain.core.drawing import echo_table
-
-        if shaped.choice:
-            header, rows = table(shaped.choice)
-            echo_table(rows, header=header, right=range(1, len(header)))
-            click.echo("\n".join([*shaped.lines(), ""]))
+    if shaped.choice and not as_json:
+        header, rows = table(shaped.choice)
+        echo_table(rows, header=header, right=range(1, len(header)))
+        click.echo("\n".join([*shaped.lines(), ""]))
     more = {"shape": shaped.as_json()}
     _show(chosen, whole=whole, as_json=as_json, more=more)
 
@@ -278,8 +275,6 @@ def _report(submitted: SubmittedRun, *, as_json: bool) -> None:
         rows.append(("code", f"a copy of {count(spec.snapshot.files, 'file')}, {commit}{edits}"))
     if spec.dropped_env:
         rows.append(("dropped", f"from the environment: {', '.join(spec.dropped_env)}"))
-    from hpctrain.core.drawing import echo_table
-
     echo_table(rows)
     click.echo()
     click.echo("\n".join(f"  {line}" for line in following))
@@ -416,9 +411,6 @@ def resume(
     sets: tuple[str, ...],
     from_step: int | None,
     new_code: bool,
-    engine: str | None,
-    mesh: dict[str, str] | None,
-    profile: dict[str, object] | None,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -431,14 +423,13 @@ def resume(
 
     RUN is a name, a job id, a unique beginning of a name, or - for the newest. Loads the
     newest complete checkpoint, at any number of nodes and with any engine. Shows which
-    checkpoints were considered, and which rank will be on which node.
+    checkpoints were considered.
 
     Uses the run's copy of its code; the line `code` names what differs in your checkout. A
     program behind -- runs in its current version, in the run's working directory.
     """
     from dataclasses import asdict
 
-    from hpctrain.core.settings.check import engine_flags, profile_flags
     from hpctrain.core.settings.spec import hide, secrets_in
     from hpctrain.launch.change import ResumeRequest
     from hpctrain.launch.resume import prepare_resume, resume_run
@@ -448,7 +439,7 @@ def resume(
     asks = run is None and not yes and not dry_run
     run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
     request = ResumeRequest(
-        {**job_flags(flags), **engine_flags(engine, mesh), **profile_flags(profile)},
+        job_flags(flags),
         sets,
         from_step,
         allow_locked=allow_locked,
@@ -463,10 +454,11 @@ def resume(
         click.echo(hide(_plan_text(prepared), secrets))
     if asks:
         ask_to_act("resume", run_dir)
-    resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
-    job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
+    job_id, followers = None, list[str]()
+    if not dry_run:
+        job_id, followers = resume_run(run_dir, prepared, from_step, progress)
     facts = {
-        "plan": prepared.plan.as_json(),
+        "plan": asdict(prepared.plan),
         "code": hide(prepared.code.line, secrets),
         "notes": hide([*prepared.notes, *followers], secrets),
         "job_id": job_id,

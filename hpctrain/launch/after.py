@@ -13,6 +13,7 @@ the promises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from dataclasses import dataclass, replace
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 THEN = "then"
 _NAME_LENGTH = 100
 EVALUATE = "evaluate"
-SECTIONS = (EVALUATE,)
-"""Sections of settings that name the program of a job beside the run as their `script`."""
 NOT_SEALED = (
     "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
 )
@@ -226,32 +225,26 @@ def refuse_circle(root: Path, after: Sequence[str]) -> None:
     Raises:
         UsageError: with their names in order.
     """
-    way = _circle(root, after, [], set())
-    if way:
-        raise UsageError(
-            f"--after makes a circle, in which no run could begin: {' after '.join(way)}; choose "
-            "another --name or another --after (of a run that is there: `after` in its spec.json)"
-        )
+    from graphlib import CycleError, TopologicalSorter
 
-
-def _circle(root: Path, after: Sequence[str], above: list[Path], seen: set[Path]) -> list[str]:
-    """The names of the runs on a way that leads back to itself; none where no way does."""
-    seen.add(root)
-    way = [*above, root]
-    for path in map(Path, after):
-        if path in way:
-            return [one.name for one in [*way[way.index(path) :], path]]
-        if path not in seen and (circle := _circle(path, _after_of(path), way, seen)):
-            return circle
-    return []
-
-
-def _after_of(root: Path) -> list[str]:
-    """The predecessors of a run that is there."""
+    before = {root: [Path(path) for path in after]}
+    unread = [*before[root]]
+    while unread:
+        path = unread.pop()
+        if path in before:
+            continue
+        before[path] = []
+        with contextlib.suppress(HpctrainError, OSError):  # it is not there
+            before[path] = [Path(one) for one in load_spec(RunDir(path).spec).after]
+        unread += before[path]
     try:
-        return load_spec(RunDir(root).spec).after
-    except (HpctrainError, OSError):
-        return []
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        way = " after ".join(path.name for path in reversed(error.args[1]))
+        raise UsageError(
+            f"--after makes a circle, in which no run could begin: {way}; choose "
+            "another --name or another --after (of a run that is there: `after` in its spec.json)"
+        ) from None
 
 
 def take_then(
@@ -317,7 +310,7 @@ def take_beside(
     before: Spec | None = None,
     accounting: Accounting | None = None,
 ) -> list[str]:
-    """Put the programs of all jobs beside the run into its spec, once each is known to work.
+    """Put the program of evaluations into the run's spec, once it is known to work.
 
     `before` is the spec as it was, at a resume: what it names already is not looked for anew.
 
@@ -328,32 +321,27 @@ def take_beside(
         NotFound: there is no such program.
         UsageError: it cannot run, or its job cannot be.
     """
-    notes: list[str] = []
     kept, spec.beside = spec.beside, {}
-    for section in SECTIONS:
-        script = value_at(spec.settings, f"{section}.script")
-        if not script:
-            continue
-        same = before is not None and value_at(before.settings, f"{section}.script") == script
-        entry = kept.get(section) if same else None
-        spec.beside[section] = entry or _read_command(spec, section, environ)
-        notes += side_spec(spec, section, name=spec.name, accounting=accounting)[1]
-        if section == EVALUATE and spec.settings.checkpoint.sealed:
-            notes.append(NOT_SEALED)
-    return notes
-
-
-def _read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
-    """What a section's `script` is to run, found as `submit` finds what stands behind `--`."""
-    where = f"{spec.origins.get(f'{section}.script', DEFAULT)}: {section}.script"
-    script = value_at(spec.settings, f"{section}.script")
-    return read_script(spec, section, script, environ, where=where)
+    script = spec.settings.evaluate.script
+    if not script:
+        return []
+    same = before is not None and before.settings.evaluate.script == script
+    entry = kept.get(EVALUATE) if same else None
+    if entry is None:
+        where = f"{spec.origins.get('evaluate.script', DEFAULT)}: evaluate.script"
+        entry = read_script(spec, EVALUATE, script, environ, where=where)
+    spec.beside[EVALUATE] = entry
+    notes = side_spec(spec, EVALUATE, name=spec.name, accounting=accounting)[1]
+    return [*notes, NOT_SEALED] if spec.settings.checkpoint.sealed else notes
 
 
 def read_script(
     spec: Spec, section: str, script: str, environ: Mapping[str, str], *, where: str
 ) -> Entry:
-    """The same for a command line from elsewhere, which a message calls `where`."""
+    """What a command line is to run, found as `submit` finds what stands behind `--`.
+
+    A message calls it `where`.
+    """
     try:
         words = shlex.split(script)
     except ValueError as error:

@@ -20,7 +20,7 @@ from hpctrain.cluster.site.load import site_files
 from hpctrain.cluster.site.schema import SYSTEM, Site, site_of
 from hpctrain.cluster.site.sheet import check_locked, locked_changes
 from hpctrain.core.base.env import HPCTRAIN_SITE
-from hpctrain.core.settings.check import check
+from hpctrain.core.settings.check import check, engine_flags, profile_flags, split_spares
 from hpctrain.core.settings.layers import AUTO, DEFAULT, Layer, SettingsFile, flag_layer, resolve
 from hpctrain.core.settings.schema import Settings, value_at
 from hpctrain.core.settings.spec import Spec, secret_warnings, secrets_in
@@ -30,7 +30,6 @@ from hpctrain.launch.checks import (
     check_versions,
     plan_meshes,
     ranks_python,
-    take_ds_config,
 )
 
 if TYPE_CHECKING:
@@ -74,15 +73,55 @@ class ResumeRequest:
     """Run the checkout as it is now, not the copy that the run has."""
 
 
+FLAGS = {
+    **dict.fromkeys(("gpus_per_node", "ranks_per_node", "cpus_per_rank", "mem", "time"), "slurm"),
+    **dict.fromkeys(("partition", "account", "qos", "constraint"), "slurm"),
+    **dict.fromkeys(("reservation", "exclude"), "slurm"),
+    **dict.fromkeys(("prefer", "max_node_hours"), "shape"),
+    **dict.fromkeys(("resume_args", "resume_if"), "run"),
+}
+"""Flags that give the setting of their name, to its section."""
+
+
+def flags_of(
+    *,
+    nodes: str | None = None,
+    container: str | None = None,
+    engine: str | None = None,
+    mesh: Mapping[str, str] | None = None,
+    profile: Mapping[str, object] | None = None,
+    checkpoint: Sequence[str] = (),
+    snapshot: bool | None = None,
+    **others: object,
+) -> dict[str, tuple[str, object]]:
+    """Return the flags that were given as `layers.flag_layer` takes them; None was not given.
+
+    `mesh` is what `parse_mesh` made of `--mesh`, and `profile` what `parse_profile` made of
+    `--profile`; `others` are of `FLAGS`.
+    """
+    training, spares = split_spares(nodes)
+    copies = None if snapshot is None else "yes" if snapshot else "no"
+    flags = {
+        "slurm.nodes": ("--nodes", training),
+        "alive.spares": ("--nodes", spares),
+        "container.image": ("--container", container),
+        **engine_flags(engine, mesh),
+        **profile_flags(profile),
+        "checkpoint.sealed": ("--checkpoint", list(checkpoint) or None),
+        "run.snapshot": ("--no-snapshot" if copies == "no" else "--snapshot", copies),
+    }
+    for name, value in others.items():
+        flags[f"{FLAGS[name]}.{name}"] = (f"--{name.replace('_', '-')}", value)
+    return {path: flag for path, flag in flags.items() if flag[1] is not None}
+
+
 def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
     """The run's settings with what was asked laid over them; and what the user should know.
 
     The preset of the submit holds, whatever the site's files say by now; what was chosen from its
-    limits is chosen anew. A ds_config.json that is named anew is read, relative to the working
-    directory.
+    limits is chosen anew.
 
     Raises:
-        NotFound: there is no such ds_config.json.
         UsageError: an unknown or ill-typed setting, one that would make it another run, nodes
             without a mesh, or a job that the site does not take.
     """
@@ -119,13 +158,7 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     )
     notes += container_notes
     _refuse_another_run(spec, settings, origins)
-    settings, planned, plan_notes = plan_meshes(settings, origins, None, is_recipe=is_recipe)
-    ranks = [mesh.data_ranks for mesh in planned.values()]
-    if settings.engine.kind.startswith("zero"):
-        settings, ds_notes = take_ds_config(
-            settings, Path.cwd(), is_recipe=is_recipe, data_ranks=ranks
-        )
-        notes += ds_notes
+    settings, _, plan_notes = plan_meshes(settings, origins, None, is_recipe=is_recipe)
     changes = list(chosen.changes)
     fresh = replace(spec, settings=settings, origins=origins, chosen=changes, unlocked=unlocked)
     before = {secret[1:] for secret in secrets_in(spec)}

@@ -32,13 +32,7 @@ from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
 from hpctrain.launch.program import seen_saves
-from hpctrain.ledger.plan.deepspeed import (
-    check_user_config,
-    is_text,
-    read_user_config,
-    resolve_ds_config,
-)
-from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config, untried
+from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -197,47 +191,6 @@ def _pretrained(
     return settings, shape_of_config(config, where), []
 
 
-def take_ds_config(
-    settings: Settings, cwd: Path, *, is_recipe: bool, data_ranks: Sequence[int]
-) -> tuple[Settings, list[str]]:
-    """The settings with the file's text in the place of its path in `engine.ds_config`, checked.
-
-    The path is relative to `cwd`. Of the recipe the batch sizes are known. `data_ranks` is at the
-    fewest and at the most nodes.
-
-    Returns:
-        Them, and what has no effect, for the user to read.
-
-    Raises:
-        NotFound: there is no such file.
-        UsageError: it cannot be read, is not one, or contradicts the settings.
-    """
-    value = settings.engine.ds_config
-    if not value:
-        return settings, []
-
-    def read(path: str) -> str:
-        try:
-            return (cwd / path).expanduser().read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise NotFound(f"{path} (engine.ds_config) is not there; check the path") from None
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise UsageError(f"{path} (engine.ds_config) cannot be read: {why}") from None
-
-    text = resolve_ds_config(value, read)
-    where = "engine.ds_config" if is_text(value) else value
-    train = settings.train if is_recipe else None
-    notes = check_user_config(
-        read_user_config(text, where),
-        settings.engine,
-        train=train,
-        data_ranks=data_ranks,
-        where=where,
-    )
-    return replaced(settings, {"engine.ds_config": text}), notes
-
-
 def other_environment(environ: Mapping[str, str], entry: Entry) -> list[str]:
     """A note where the shell's environment is another than that of this Python, as with pipx.
 
@@ -292,7 +245,7 @@ def check_versions(settings: Settings, setup: Sequence[str] = (), *, python: str
     versions = {name: installed_version(name) for name in ("torch", "deepspeed")}
     why = refusal(versions, settings.engine)
     if why is None:
-        return untried(versions, settings.engine)
+        return []
     if settings.slurm.setup or setup:
         return [f"{why} (unless the job's modules or slurm.setup bring another)"]
     raise UsageError(why)

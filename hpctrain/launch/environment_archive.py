@@ -20,10 +20,10 @@ import shutil
 import stat
 import subprocess
 import tarfile
-import threading
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
@@ -71,7 +71,8 @@ def staging_for(
     places = places_of(spec.settings, local)
     try:
         python = interpreter(spec.python)
-        archive, packed = archive_of(python, folder_of(runs), chosen(), progress)
+        folder = runs / f".environments-{os.geteuid()}"
+        archive, packed = archive_of(python, folder, chosen(), progress)
     except (HpctrainError, OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         why = f"the environment was not packed: {error}"
         return Staging(None, why, places), [f"environment.stage: {why}; nodes read it"]
@@ -79,11 +80,6 @@ def staging_for(
     if outside := read_in_place(python):
         notes.append(f"environment.stage: read from where they lie: {', '.join(outside)}")
     return Staging(archive, "", places), notes
-
-
-def folder_of(runs: Path) -> Path:
-    """Where the user's archives lie."""
-    return runs / f".environments-{os.geteuid()}"
 
 
 def chosen() -> str:
@@ -114,15 +110,12 @@ def archive_of(
         began = clock.monotonic()
         _prune(folder, keep=key)
         total = sum(file.size_bytes for file in files)
-        show = progress("packing the environment:", total) if progress else _silent()
+        show = (
+            progress("packing the environment:", total) if progress else nullcontext(lambda _: None)
+        )
         with show as on_bytes:
             made = _packed(python, files, folder, key, compress, on_bytes=on_bytes)
         return made, clock.monotonic() - began
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[Callable[[int], None]]:
-    yield lambda _: None
 
 
 def _result_text(archive: EnvironmentArchive, packed_s: float | None) -> str:
@@ -168,6 +161,7 @@ def _packed(
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+    is_inside = python.executable.parent == python.prefix / "bin"
     archive = EnvironmentArchive(
         key=key,
         path=str(path),
@@ -177,7 +171,7 @@ def _packed(
         files=sum(file.kind == "file" and not file.is_bytecode for file in files),
         compress=compress,
         prefix=str(python.prefix),
-        python=interpreter_name(python),
+        python=f"bin/{python.executable.name if is_inside else 'python3'}",
     )
     write_private(folder / f"{key}.json", json.dumps(asdict(archive), indent=1) + "\n")
     return archive
@@ -190,91 +184,38 @@ def _write(
     on_bytes: Callable[[int], None],
 ) -> tuple[str, int]:
     """Pack; the digest and the size of the file, which is on the disk by then."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as out:
-        sink = _Digested(out)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w+b") as out:
         with (
-            _compressed(sink, compress) as stream,
+            nullcontext(out) if compress == "none" else _compressed(out) as stream,
             tarfile.open(
-                fileobj=cast("IO[bytes]", _MeteredStream(stream, on_bytes)),
-                mode="w|",
-                format=tarfile.GNU_FORMAT,
-                bufsize=PIECE,
+                fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, bufsize=PIECE
             ) as tar,
         ):
             for file in files:
                 _add(tar, file)
-        os.fsync(out.fileno())
-    return sink.digest.hexdigest(), sink.nbytes
-
-
-class _MeteredStream:
-    """A stream that tells how much was written."""
-
-    def __init__(self, out: IO[bytes], on_bytes: Callable[[int], None]) -> None:
-        self._out, self._on_bytes = out, on_bytes
-
-    def write(self, piece: bytes) -> int:
-        written = self._out.write(piece)
-        self._on_bytes(len(piece))
-        return written
-
-
-class _Digested:
-    """A file that knows the digest of what was written."""
-
-    def __init__(self, out: IO[bytes]) -> None:
-        self._out = out
-        self.digest = hashlib.sha256()
-        self.nbytes = 0
-
-    def write(self, piece: bytes) -> int:
-        self.digest.update(piece)
-        self.nbytes += len(piece)
-        left = memoryview(piece)
-        while left:
-            left = left[self._out.write(left) :]
-        return len(piece)
+                on_bytes(file.size_bytes)
+        out.flush()
+        os.fsync(descriptor)
+        out.seek(0)
+        return hashlib.file_digest(out, "sha256").hexdigest(), out.tell()
 
 
 @contextlib.contextmanager
-def _compressed(sink: _Digested, compress: str) -> Iterator[IO[bytes]]:
-    """What to write into; at its end everything has come to the sink."""
-    if compress == "none":
-        yield cast("IO[bytes]", sink)  # tarfile's streams are written to, and nothing else
-        return
-    failed: list[OSError] = []
-    process = subprocess.Popen(
-        _ZSTD,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+def _compressed(out: BinaryIO) -> Iterator[IO[bytes]]:
+    """What to write into; at its end everything has come to the file."""
+    process = subprocess.Popen(_ZSTD, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE)
     assert process.stdin is not None  # noqa: S101 - for mypy: it was asked for
-    assert process.stdout is not None  # noqa: S101
-    source = process.stdout
-
-    def drain() -> None:
-        try:
-            while piece := source.read(PIECE):
-                sink.write(piece)
-        except OSError as error:  # told below, once the tool has ended by its broken pipe
-            failed.append(error)
-            process.kill()
-
-    reader = threading.Thread(target=drain)
-    reader.start()
+    assert process.stderr is not None  # noqa: S101
     try:
         with contextlib.suppress(BrokenPipeError), process.stdin:
             yield process.stdin
     finally:
-        reader.join()
+        said = process.stderr.read().decode(errors="replace").strip()
+        process.stderr.close()
         code = process.wait()
-        source.close()
-    if failed:
-        raise failed[0]
     if code != 0:
-        raise HpctrainError(f"{compress} has ended with {code}")
+        raise HpctrainError(f"zstd has ended with {code}{said and f': {said}'}")
 
 
 def _add(tar: tarfile.TarFile, file: EnvironmentFile) -> None:
@@ -335,11 +276,6 @@ class Interpreter:
     purelib: Path
     executable: Path
 
-    @property
-    def is_virtual(self) -> bool:
-        """Whether its standard library lies elsewhere."""
-        return self.prefix != self.base_prefix
-
 
 @dataclass(frozen=True, order=True)
 class EnvironmentFile:
@@ -389,23 +325,11 @@ def files_of(python: Interpreter) -> list[EnvironmentFile]:
     """
     left_out = _NOT_OF_CONDA if (python.prefix / "conda-meta").is_dir() else frozenset()
     files = list(_walk(python.prefix, ENV, left_out=left_out))
-    if has_base(python):
+    if python.prefix != python.base_prefix and not _is_systems(python.base_prefix):
         files += _base_files(python)
         inside = f"../../{BASE}/bin/python{python.version}"
         files = [_led_to_base(file, inside) for file in files]
     return sorted(files)
-
-
-def has_base(python: Interpreter) -> bool:
-    """Whether the standard library is packed too."""
-    return python.is_virtual and not _is_systems(python.base_prefix)
-
-
-def interpreter_name(python: Interpreter) -> str:
-    """The interpreter, relative to its environment."""
-    if python.executable.parent == python.prefix / "bin":
-        return f"bin/{python.executable.name}"
-    return "bin/python3"
 
 
 def key_of(python: Interpreter, files: Sequence[EnvironmentFile], compress: str) -> str:
@@ -432,12 +356,9 @@ def read_in_place(python: Interpreter) -> list[str]:
             lines = path.read_text(errors="replace").splitlines()
         except OSError:  # Python would not read it either
             continue
-        folders += [line for line in lines if line.startswith("/") and _is_outside(line, python)]
+        outside = [one for one in lines if one.startswith("/") and Path(one).is_dir()]
+        folders += [one for one in outside if not Path(one).is_relative_to(python.prefix)]
     return folders
-
-
-def _is_outside(line: str, python: Interpreter) -> bool:
-    return not Path(line).is_relative_to(python.prefix) and Path(line).is_dir()
 
 
 def _is_systems(prefix: Path) -> bool:

@@ -288,7 +288,7 @@ def _submit(
 ) -> str:
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     renew_secret(run)
-    token = new_token(run)
+    token = f"{run.name}-{secrets.token_hex(4)}"  # no other run or submission has it
     rendered = _of_job(without_nodes(spec, exclude), shaped)
     script = cluster.render(rendered, run, token)
     make_private_folder(run.jobs)
@@ -332,11 +332,6 @@ def _of_job(spec: Spec, shaped: ShapedJob | None) -> Spec:
     from hpctrain.launch.shape import in_shape
 
     return in_shape(spec, shaped.shape)
-
-
-def new_token(run: RunDir) -> str:
-    """A name for one submission that no other run or submission has."""
-    return f"{run.name}-{secrets.token_hex(4)}"
 
 
 def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:

@@ -30,7 +30,7 @@ from hpctrain.core.base.files import (
     make_runs_folder,
     remove_runs_folder,
 )
-from hpctrain.core.settings.check import check, engine_flags, profile_flags, split_spares
+from hpctrain.core.settings.check import check
 from hpctrain.core.settings.layers import (
     AUTO,
     ENV_SECTION,
@@ -69,7 +69,6 @@ from hpctrain.launch.checks import (
     plan_meshes,
     ranks_python,
     runs_inside,
-    take_ds_config,
     with_own_places,
 )
 from hpctrain.launch.launchers import disagreements
@@ -109,7 +108,7 @@ class SubmitRequest:
     command: Sequence[str] = ()
     """PROGRAM ARGS..., empty for the shipped recipe."""
     flags: Mapping[str, tuple[str, object]] = field(default_factory=dict)
-    """Settings that were given by flags, as `layers.flag_layer` takes them; see `flags_of`."""
+    """Settings that were given by flags, as `change.flags_of` makes them."""
     site: str | None = None
     cluster: str | None = None
     name: str | None = None
@@ -182,7 +181,10 @@ def prepare(request: SubmitRequest) -> Prepared:
     lower = [site.layer if site else None, shell, *(one.layer for one in configs)]
     flags = flag_layer(request.flags, request.sets)
     given, origins = _settled(*resolve([*filter(None, lower), flags]), site, accounting)
-    program = _program(request, inside=runs_inside(given, cluster))
+    program = NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
+    if request.command:
+        inside = runs_inside(given, cluster)
+        program = read_program(request.command, request.cwd, request.environ, inside=inside)
     entry = program.entry
     is_recipe = entry.kind == "recipe"
     chosen = check(given, origins)
@@ -237,11 +239,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
     )
     settings, planned, plan_notes = plan_meshes(settings, origins, request.cwd, is_recipe=is_recipe)
-    ranks = [mesh.data_ranks for mesh in planned.values()]
-    settings, ds_notes = take_ds_config(
-        settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks
-    )
-    notes += more + plan_notes + ds_notes
+    notes += more + plan_notes
     name, new_parent = _find_place(request, runs, entry)
     as_given = (entry, settings, env)
     entry, settings, env = with_own_places(*as_given, runs / name)
@@ -469,55 +467,6 @@ def _find_site(
     return find_site(request.site, request.environ, config, project, cluster.site)
 
 
-def flags_of(
-    *,
-    nodes: str | None = None,
-    gpus_per_node: int | None = None,
-    ranks_per_node: int | None = None,
-    time: str | None = None,
-    prefer: str | None = None,
-    max_node_hours: float | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-    qos: str | None = None,
-    container: str | None = None,
-    engine: str | None = None,
-    mesh: Mapping[str, str] | None = None,
-    profile: Mapping[str, object] | None = None,
-    checkpoint: Sequence[str] = (),
-    resume_args: str | None = None,
-    resume_if: str | None = None,
-    snapshot: bool | None = None,
-) -> dict[str, tuple[str, object]]:
-    """Return the flags that were given as `layers.flag_layer` takes them; None was not given.
-
-    `mesh` is what `parse_mesh` made of `--mesh`, and `profile` what `parse_profile` made of
-    `--profile`.
-    """
-    training, spares = split_spares(nodes)
-    copies = None if snapshot is None else "yes" if snapshot else "no"
-    flags = {
-        "slurm.nodes": ("--nodes", training),
-        "alive.spares": ("--nodes", spares),
-        "slurm.gpus_per_node": ("--gpus-per-node", gpus_per_node),
-        "slurm.ranks_per_node": ("--ranks-per-node", ranks_per_node),
-        "slurm.time": ("--time", time),
-        "shape.prefer": ("--prefer", prefer),
-        "shape.max_node_hours": ("--max-node-hours", max_node_hours),
-        "slurm.partition": ("--partition", partition),
-        "slurm.account": ("--account", account),
-        "slurm.qos": ("--qos", qos),
-        "container.image": ("--container", container),
-        **engine_flags(engine, mesh),
-        **profile_flags(profile),
-        "checkpoint.sealed": ("--checkpoint", list(checkpoint) or None),
-        "run.resume_args": ("--resume-args", resume_args),
-        "run.resume_if": ("--resume-if", resume_if),
-        "run.snapshot": ("--no-snapshot" if copies == "no" else "--snapshot", copies),
-    }
-    return {path: flag for path, flag in flags.items() if flag[1] is not None}
-
-
 def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) -> list[str]:
     """Flags that will change nothing, so that none is ignored in silence."""
     notes: list[str] = []
@@ -563,13 +512,6 @@ def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
     if "{checkpoint}" in run.resume_args or "{step}" in run.resume_args:
         when, sealed = "where it has a registered checkpoint", ""
     return [f"added to the program's arguments {when}{sealed}: {run.resume_args}"]
-
-
-def _program(request: SubmitRequest, *, inside: bool) -> NamedProgram:
-    """What the ranks run; see `read_program`."""
-    if not request.command:
-        return NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
-    return read_program(request.command, request.cwd, request.environ, inside=inside)
 
 
 def _environment(

@@ -307,7 +307,6 @@ AT_SUBMIT = 40
 MOST_FILES = 300
 """Of a program's own that are read: one that generates code may have thousands."""
 _GUARDS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
-_ENDINGS = (".py", ".pyc")
 
 
 def seen_saves(entry: Entry) -> list[str]:
@@ -530,7 +529,8 @@ def _own(module: str, folders: Sequence[Path]) -> list[Path | None] | None:
         top = _inside(folder, first)
         if top is None:
             continue
-        if top.is_dir() and not (top / "__init__.py").exists() and not any(top.glob("*.py")):
+        is_bare = top.is_dir() and not (top / "__init__.py").exists()
+        if is_bare and not any(top.glob("*.py")):
             continue  # a folder of data that has a module's name
         parts: list[Path | None] = [top]
         for name in rest:
@@ -538,21 +538,13 @@ def _own(module: str, folders: Sequence[Path]) -> list[Path | None] | None:
             if above is None or not above.is_dir():
                 return parts if above is not None and above.suffix != ".py" else [*parts, None]
             parts.append(_inside(above, name))
-        if None in parts and not (top / "__init__.py").exists():
-            return None  # an installed package comes before a folder that only has its name
-        return parts
+        # An installed package comes before a folder that only has its name.
+        return None if None in parts and is_bare else parts
     return None
 
 
 def _inside(folder: Path, name: str) -> Path | None:
     """The file or folder of a module in a folder."""
-    if not folder.is_dir():
-        return None
-    for ending in _ENDINGS:
-        if (folder / f"{name}{ending}").is_file():
-            return folder / f"{name}{ending}"
-    if (folder / name).is_dir():
-        return folder / name
-    return next(iter(folder.glob(f"{name}.*.so")), None) or next(
-        iter(folder.glob(f"{name}.so")), None
-    )
+    names = (f"{name}.py", f"{name}.pyc", name, f"{name}.*.so", f"{name}.so")
+    places = (path for one in names for path in folder.glob(one))
+    return next((path for path in places if path.suffix or path.is_dir()), None)

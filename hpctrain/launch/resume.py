@@ -9,20 +9,19 @@ tests/slurm/test_elastic.py hold the promises.
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base.mesh import Mesh, axes_text, plan_micro_batches
 from hpctrain.core.base.records import EndReason, Skipped
-from hpctrain.core.base.text import count, in_nodes, placed
+from hpctrain.core.base.text import count, in_nodes
 from hpctrain.core.settings.schema import EngineSettings, Settings
 from hpctrain.errors import UsageError, WrongState
 from hpctrain.launch.after import Awaited, check_after, redirect_followers, take_beside
@@ -46,7 +45,7 @@ from hpctrain.ledger.run.event_types import TrainingDone
 from hpctrain.ledger.run.fence import look_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpctrain.checkpoint.sealed.files import Seal
     from hpctrain.core.settings.spec import Entry, Snapshot, Spec
@@ -83,7 +82,11 @@ def plan_resume(
     manifest = checkpoint.manifest if checkpoint is not None else None
     taken = (checkpoint.step, checkpoint.path.name) if checkpoint else None
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
-    sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
+    ranks = spec.settings.slurm.ranks()
+    sizes = [
+        NodeMesh(nodes, ranks, mesh, batch_text(spec.settings, mesh) if is_recipe else "")
+        for nodes, mesh in sorted(found_meshes.items())
+    ]
     history = RunHistory.of(events)
     not_known = NO_STEP if reported(history).is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
@@ -97,7 +100,6 @@ def plan_resume(
         engine=spec.settings.engine.kind,
         looked_at=looked or looked_at(taken, choice.skipped),
         meshes=sizes,
-        batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
         resume_args=spec.settings.run.resume_args,
         has_mesh=is_recipe or manifest is not None or _has_mesh(spec, history),
@@ -215,61 +217,46 @@ def _state_bytes(history: RunHistory) -> int | None:
     return next((nbytes for nbytes in sizes if nbytes), None)
 
 
-class ResumedJob(NamedTuple):
-    """The run's next job."""
-
-    job_id: str
-    notes: list[str]
-    """What became of the runs that are to follow."""
-
-
-@contextlib.contextmanager
-def _checkpoint_held(spec: Spec) -> Iterator[None]:
-    """Around the start of an evaluation that is repeated: nobody may prune what it is to read.
-
-    Said twice: until the job is known, somebody may find the evaluation over, as it was before.
-    """
-    if spec.evaluates is None:
-        yield
-        return
-    from hpctrain.launch.evaluations import ask_again
-
-    ask_again(spec.evaluates)
-    yield
-    ask_again(spec.evaluates)
-
-
 def resume_run(
     run: RunDir,
     prepared: PreparedResume,
     from_step: int | None,
     progress: ShowProgress | None = None,
-) -> ResumedJob:
+) -> tuple[str, list[str]]:
     """Start the run's next job, and have those who wait for the run wait for it.
 
+    An evaluation that is repeated is asked for on both sides of the start, so that nobody prunes
+    what it is to read: until the job is known, somebody may find it over, as it was before.
+
     See `launch` for what it raises, and shows by `progress`.
+
+    Returns:
+        The job's id, and what became of the runs that are to follow.
     """
-    spec, exclude = prepared.spec, prepared.exclude
+    from hpctrain.launch.evaluations import ask_again, look_after
+
+    spec = prepared.spec
     notes: list[str] = []
-    with _checkpoint_held(spec):
-        job_id = launch(
-            run,
-            spec,
-            by="resume",
-            from_step=from_step,
-            exclude=exclude,
-            notes=notes,
-            progress=progress,
-            changed=prepared.code.changed,
-            under_lock=lambda: take_code(run, prepared.code),
-            shaped=prepared.shaped,
-        )
+    if spec.evaluates is not None:
+        ask_again(spec.evaluates)
+    job_id = launch(
+        run,
+        spec,
+        by="resume",
+        from_step=from_step,
+        exclude=prepared.exclude,
+        notes=notes,
+        progress=progress,
+        changed=prepared.code.changed,
+        under_lock=lambda: take_code(run, prepared.code),
+        shaped=prepared.shaped,
+    )
+    if spec.evaluates is not None:
+        ask_again(spec.evaluates)
     notes += redirect_followers(run)
     if spec.beside:
-        from hpctrain.launch.evaluations import look_after
-
         notes += look_after(run, spec)
-    return ResumedJob(job_id, notes)
+    return job_id, notes
 
 
 SHOWN = 3
@@ -461,33 +448,14 @@ NONE_YET = "none yet: starts from the beginning"
 
 
 @dataclass(frozen=True)
-class Batching:
-    """How the fixed global batch is cut at one world size."""
-
-    nodes: int
-    world_size: int
-    data_ranks: int
-    """Ranks that take samples of their own; those of a tp or pp group take the same."""
-    global_batch: int
-    micro_batches: int
-    """Passes per step of each rank."""
-    largest_micro_batch: int
-    is_even: bool
-    """False where some ranks take one sample more than others; the loss is weighted by samples."""
-
-
-@dataclass(frozen=True)
 class NodeMesh:
     """The mesh at one number of nodes."""
 
     nodes: int
     ranks_per_node: int
     mesh: Mesh
-
-    @property
-    def names(self) -> list[str]:
-        """Names of nodes that are not known yet."""
-        return [f"node{number}" for number in range(1, self.nodes + 1)]
+    batch: str = ""
+    """How the global batch is cut; "" for a script of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -507,47 +475,24 @@ class ResumePlan:
     """Every checkpoint that was looked at: step, name, taken, why."""
     meshes: list[NodeMesh]
     """At the fewest and at the most nodes."""
-    batching: list[Batching]
-    """The same; empty for a script of the user's own."""
     not_known: str = ""
     """Why it is not known where the run continues and how its ranks stand."""
     resume_args: str = ""
     has_mesh: bool = True
     """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
 
-    def as_json(self) -> dict[str, Any]:
-        """For ``--json``; every rank of a mesh has its node and its place on each axis."""
-        value = asdict(self)
-        for row, mesh in zip(value["meshes"], self.meshes, strict=True):
-            row["ranks"] = placed(mesh.mesh, mesh.names, mesh.ranks_per_node)
-        return value
 
-
-def by_nodes(meshes: Mapping[int, Mesh], ranks_per_node: int) -> list[NodeMesh]:
-    """Meshes by their number of nodes, the fewest first."""
-    return [NodeMesh(nodes, ranks_per_node, meshes[nodes]) for nodes in sorted(meshes)]
-
-
-def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
-    """The batch arithmetic on each mesh."""
-    cuts = []
-    batch = settings.train.global_batch
-    for node_mesh in meshes:
-        ranks = node_mesh.mesh.data_ranks
-        passes = passes_of(settings.engine, node_mesh.mesh)
-        plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
-        cuts.append(
-            Batching(
-                nodes=node_mesh.nodes,
-                world_size=node_mesh.mesh.world_size,
-                data_ranks=ranks,
-                global_batch=batch,
-                micro_batches=plan.micro_batches,
-                largest_micro_batch=plan.largest_piece,
-                is_even=batch % (ranks * plan.micro_batches) == 0,
-            )
-        )
-    return cuts
+def batch_text(settings: Settings, mesh: Mesh) -> str:
+    """How the recipe's fixed global batch is cut on a mesh; ranks of a tp or pp group share one."""
+    batch, ranks = settings.train.global_batch, mesh.data_ranks
+    passes = passes_of(settings.engine, mesh)
+    plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
+    is_even = batch % (ranks * plan.micro_batches) == 0
+    return (
+        f"{batch} = {count(ranks, 'data rank')} x {count(plan.micro_batches, 'pass')} of up to "
+        f"{plan.largest_piece}"
+        f"{'' if is_even else ', shares differ by one sample (the loss is weighted)'}"
+    )
 
 
 def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list[dict[str, Any]]:
@@ -561,7 +506,7 @@ def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list
     return sorted(rows, key=lambda row: -int(row["step"]))
 
 
-def as_text(plan: ResumePlan, *, width: int = 80) -> str:
+def as_text(plan: ResumePlan) -> str:
     """The plan as people read it."""
     lines = [f"run          {plan.run}"]
     lines.extend(
@@ -578,7 +523,6 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
         lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {count(plan.saved_world_size, 'rank')}, {plan.saved_engine}")
-    cuts = {item.nodes: item for item in plan.batching}
     for node_mesh in plan.meshes:
         ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
         if plan.not_known or not plan.has_mesh:
@@ -588,9 +532,8 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
             f"mesh         {ranks}: {plan.engine}, {node_mesh.mesh.text}"
             f"{_was(plan, node_mesh.mesh)}"
         )
-        if node_mesh.nodes in cuts:
-            lines.append(f"batch        {_batch_text(cuts[node_mesh.nodes])}")
-        lines += [f"{'':13}{row}" for row in _map_of(node_mesh, width - 13)]
+        if node_mesh.batch:
+            lines.append(f"batch        {node_mesh.batch}")
     return "\n".join(lines)
 
 
@@ -599,21 +542,3 @@ def _was(plan: ResumePlan, mesh: Mesh) -> str:
     if not plan.saved_mesh or (plan.saved_engine, plan.saved_mesh) == (plan.engine, mesh.as_dict()):
         return ""
     return f"; was {plan.saved_engine}, {axes_text(plan.saved_mesh)}"
-
-
-def _batch_text(cut: Batching) -> str:
-    even = "" if cut.is_even else ", shares differ by one sample (the loss is weighted)"
-    return (
-        f"{cut.global_batch} = {count(cut.data_ranks, 'data rank')} x "
-        f"{count(cut.micro_batches, 'pass')} of up to {cut.largest_micro_batch}{even}"
-    )
-
-
-def _map_of(mesh: NodeMesh, width: int) -> list[str]:
-    """Who stands where, unless ranks simply follow each other along one axis."""
-    if not mesh.mesh.has_axes:
-        return []
-    from hpctrain.core.drawing import drawn, rank_map
-
-    table = rank_map(mesh.mesh, mesh.names, mesh.ranks_per_node, width=width)
-    return drawn(table, width).splitlines()

@@ -6,17 +6,13 @@ with one line that says why; only a ceiling of the user's refuses the job.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.cluster.scheduler.base import Accounting, Cluster, StartEstimate, get_cluster
 from hpctrain.cluster.site.schema import Site, site_of
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import read_plain, write_private
 from hpctrain.core.base.records import Next
 from hpctrain.core.base.text import duration, hms
 from hpctrain.core.settings.check import node_range, time_s
@@ -29,19 +25,17 @@ from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan.mesh import cuts_batch
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import ShapeChosen
-from hpctrain.ledger.run.find_run import index_path, indexed
+from hpctrain.ledger.run.find_run import indexed
 from hpctrain.ledger.shapes.choose import (
     Prefer,
     RunFacts,
     ShapeChoice,
     ShapeForecast,
-    Wish,
     choose_shape,
     run_facts,
     waits_of,
 )
 from hpctrain.ledger.shapes.queue import (
-    AT_ONCE_S,
     MOST_RESTART_SHARE,
     UNLIMITED_S,
     JobShape,
@@ -60,8 +54,6 @@ EARLIER_RUNS = 20
 ALIKE = 3
 """So many earlier runs of the same program are taken; older ones ran on older code."""
 TEST_ONLY = "--test-only"
-WAITS_ASKED_S = 60.0
-"""Accounting is asked about own waits once in this time; a database is no status page."""
 MOST_HOLES = 3
 """Candidates that are made to fit the queue as it is now."""
 
@@ -217,7 +209,9 @@ def choose_for(
         return None
     sizes = _sizes(spec, history if ending_job else None)
     facts, records = _evidence(spec, history)
-    view, waits = _seen(spec, cluster, ending_job)
+    view = cluster.queue_view(settings.slurm.partition)
+    if view is not None and ending_job:
+        view = view.without(ending_job)
     longest, had = _longest(spec, cluster, view), _had(history, sizes)
     shapes = enumerate_shapes(
         sizes,
@@ -233,48 +227,16 @@ def choose_for(
         facts,
         {shape: estimate.wait_s for shape, estimate in asked.items()},
         refused={shape: estimate.refused for shape, estimate in asked.items()},
-        records=[*waits, *records],
+        records=records,
         partition=settings.slurm.partition,
         longest_s=max((longest(size) or UNLIMITED_S for size in sizes), default=UNLIMITED_S),
-        wish=_wish(settings),
+        prefer=cast("Prefer", settings.shape.prefer),
+        most_node_hours=settings.shape.max_node_hours or None,
         now_has=had,
     )
     plain = had or _plain(settings, sizes, longest, facts)
     notes, kept = _notes(settings, longest, sizes, view), had is not None
     return _shaped(settings, choice, asked, plain, notes, kept=kept)
-
-
-def _seen(
-    spec: Spec, cluster: Cluster, ending_job: str
-) -> tuple[QueueView | None, list[WaitRecord]]:
-    """The queue and the waits of own jobs in it, by two questions at once."""
-    partition = spec.settings.slurm.partition
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_own_waits, spec.site or spec.cluster, cluster)
-        view = cluster.queue_view(partition)
-        waits = asked.result()
-    if view is None:
-        return None, [wait for wait in waits if wait.partition == partition]
-    # Accounting names the partition also where the job does not.
-    here = [replace(wait, partition=partition) for wait in waits if wait.partition in view.names]
-    return view.without(ending_job) if ending_job else view, here
-
-
-def _own_waits(name: str, cluster: Cluster) -> list[WaitRecord]:
-    """What accounting says of own waits behind others; asked once a minute at most."""
-    path = index_path().with_name(f"waits-{name}.json")
-    now = clock.now()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no file, or torn
-        said = json.loads(read_plain(path))
-        if 0 <= now - said["t"] < WAITS_ASKED_S:
-            return [WaitRecord(JobShape(n, s), where, wait) for n, s, where, wait in said["rows"]]
-    waits = [wait for wait in cluster.own_waits() if wait.waited_s > AT_ONCE_S]
-    rows = [(w.shape.nodes, w.shape.limit_s, w.partition, w.waited_s) for w in waits]
-    if path.is_absolute():
-        with contextlib.suppress(OSError):  # without it the next choice asks again
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_private(path, json.dumps({"t": now, "rows": rows}))
-    return waits
 
 
 def choose_again(
@@ -434,11 +396,6 @@ def _plain(
     most = longest(nodes)
     limits = enumerate_shapes([nodes], lambda _nodes: most, whole_s=facts.whole_s)
     return limits[-1] if limits else JobShape(nodes, time_s(settings.slurm.time))
-
-
-def _wish(settings: Settings) -> Wish:
-    prefer: Prefer = settings.shape.prefer  # type: ignore[assignment] # its choices are the same
-    return Wish(prefer, settings.shape.max_node_hours or None)
 
 
 def _estimates(

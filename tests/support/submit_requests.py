@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hpctrain.launch.prepare import SubmitRequest, flags_of
+from hpctrain.launch.change import FLAGS, flags_of
+from hpctrain.launch.prepare import SubmitRequest
 
-_FLAGS = frozenset(inspect.signature(flags_of).parameters)
+_FLAGS = FLAGS.keys() | inspect.signature(flags_of).parameters
 
 
 def request_of(**fields: Any) -> SubmitRequest:

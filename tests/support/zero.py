@@ -6,13 +6,16 @@ checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tests.support import gloo
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -21,9 +24,7 @@ VOCABULARY = 33
 BATCH = 12
 RATES = (1e-2, 3e-3)
 DECAYS = (0.1, 0.0)
-SUB_GROUPS = (
-    '{"zero_optimization": {"sub_group_size": 90, "stage3_param_persistence_threshold": 10}}'
-)
+SUB_GROUPS = {"sub_group_size": 90, "stage3_param_persistence_threshold": 10}
 """Rows of few parameters at stage 3; parameters of up to ten elements stay whole on each rank."""
 
 
@@ -90,10 +91,26 @@ def net() -> Any:
     return Net()
 
 
-def build(kind: str, *, frozen: float = 1.0, **settings: Any) -> Any:
+@contextlib.contextmanager
+def _sub_groups() -> Iterator[None]:
+    """Have engines cut the model into small sub-groups, as DeepSpeed does with large ones."""
+    from hpctrain.train.engines.zero import engine
+
+    real = engine.engine_config
+
+    def with_groups(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        config = real(*args, **kwargs)
+        return config | {"zero_optimization": config["zero_optimization"] | SUB_GROUPS}
+
+    with mock.patch.object(engine, "engine_config", with_groups):
+        yield
+
+
+def build(kind: str, *, frozen: float = 1.0, sub_groups: bool = False, **settings: Any) -> Any:
     """The awkward model under an engine, with two groups in its optimizer. Collective.
 
-    What is not trained is scaled by `frozen`, so that a load that leaves it out shows.
+    What is not trained is scaled by `frozen`, so that a load that leaves it out shows. With
+    `sub_groups` see `SUB_GROUPS`.
     """
     import torch
 
@@ -115,9 +132,9 @@ def build(kind: str, *, frozen: float = 1.0, **settings: Any) -> Any:
     alone = kind == "plain"
     world = World(0, 0, 1, torch.device("cpu")) if alone else join_world()
     chosen = {} if alone else {"kind": kind}
-    engine = parallelize(
-        model, optimizer, EngineSettings(**{"clip_norm": 0.5, **chosen, **settings}), world
-    )
+    options = EngineSettings(**{"clip_norm": 0.5, **chosen, **settings})
+    with _sub_groups() if sub_groups else contextlib.nullcontext():
+        engine = parallelize(model, optimizer, options, world)
     engine.made_by_program = optimizer
     return engine
 

@@ -33,13 +33,14 @@ from hpctrain.core.base.files import make_runs_folder, read_text, remove_runs_fo
 from hpctrain.core.base.records import EndReason
 from hpctrain.core.base.text import size
 from hpctrain.errors import HpctrainError
+from hpctrain.launch.change import flags_of
 from hpctrain.launch.launch import submit_run
-from hpctrain.launch.prepare import SubmitRequest, flags_of
 from hpctrain.ledger.run import events as ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from hpctrain.launch.prepare import SubmitRequest
     from hpctrain.ledger.run.layout import RunDir
 
     Say = Callable[[str], None]

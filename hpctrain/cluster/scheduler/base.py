@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.queue import JobShape, QueueView, WaitRecord
+    from hpctrain.ledger.shapes.queue import JobShape, QueueView
 
 
 @dataclass(frozen=True)
@@ -419,10 +419,6 @@ class Cluster(Protocol):
         `partition` is a name, or several with commas between them; "" for the default one.
         """
         return None
-
-    def own_waits(self) -> list[WaitRecord]:
-        """Waits of this user's jobs by accounting, oldest first; none where it is silent."""
-        return []
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """The longest time limit that a preset allows a job; None where it names none.

@@ -110,8 +110,8 @@ def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> 
     return ranges
 
 
-def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """Refuse combinations that no world size can make work; returns what has no effect.
+def check_engine(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Refuse combinations that no world size can make work.
 
     Raises:
         UsageError: settings that do not go together.
@@ -124,22 +124,6 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     _check_offload(engine, where)
     _check_reductions(engine, where)
     _check_schedule(engine, where)
-    return _unused(engine, where)
-
-
-def _unused(engine: EngineSettings, key: _Keys) -> list[str]:
-    """Settings without effect; a file that is named for nothing is refused.
-
-    Its text, which a run keeps in the place of its path, may wait for the engine that reads it.
-    """
-    if not engine.ds_config or engine.kind.startswith("zero"):
-        return []
-    if engine.ds_config.lstrip().startswith("{"):
-        return [f"engine.ds_config has no effect with engine.kind {engine.kind}"]
-    raise UsageError(
-        f'{key.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
-        f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose --engine zero1"
-    )
 
 
 def _check_exact(engine: EngineSettings, key: _Keys) -> None:
@@ -476,7 +460,8 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     check_hooks(settings, origins)
     _check_resume_args(settings, origins)
     most_ranks = node_range(settings.slurm.nodes)[1] * settings.slurm.ranks()
-    notes = check_engine(settings, origins) + check_profile(settings, origins, most_ranks)
+    check_engine(settings, origins)
+    notes = check_profile(settings, origins, most_ranks)
     notes += _idle_evaluate(settings, origins) + _check_environment(settings, origins)
     notes += _idle_alive(settings)
     return Chosen(notes=notes) + fit_lead(settings, origins)

@@ -32,6 +32,7 @@ REMOVED = {
     "checkpoint.when_busy": "a save that is due waits for the one before",
     "checkpoint.write_mib": "4 MiB are handed to the file system at a time",
     "engine.async_tp": "products and their exchange over tp follow each other",
+    "engine.ds_config": "zero0 to zero3 are configured by [engine] alone",
     "engine.float8": "matrices are multiplied in engine.precision",
     "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
     "environment.compress": "zstd packs where it is installed, else nothing is compressed",
@@ -538,9 +539,6 @@ class EngineSettings(Table):
         "where optimizer state and masters are: no is the device; cpu is for fsdp2 and zero1 to "
         "zero3",
         choices=("no", "cpu"),
-    )
-    ds_config: str = setting(
-        "", "zero0 to zero3: your own ds_config.json, read at submit; [engine] fills the rest"
     )
     pretrained: str = setting(
         "",

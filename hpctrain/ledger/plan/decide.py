@@ -5,8 +5,8 @@ batch side. `decide` is the table of ends in it. A job that exits 0 inside its g
 COMPLETED and never comes back, or comes back by itself (SLURM since 24.05). Only the scheduler
 knows which it is, so its facts come in as an argument.
 
-`allow` is the budget, one for each cause: a single counter would let preemptions use up the budget
-for crashes.
+`over_budget` holds the budgets, one for each cause: a single counter would let preemptions use up
+the budget for crashes.
 
 `is_users` tells an error that comes at every start from a crash; docs/staying-alive.md has the
 rule. A script that knows nothing of hpctrain reports no steps: then time decides.
@@ -138,9 +138,9 @@ def decide_end(
     if facts.job_id in history.to_end:
         return EndDecision(EndReason.CANCELLED, Next.STOP)
     if not facts.has_successor:
-        allowed = allow(history, reason, budget, attempt=facts.attempt)
-        if not allowed.ok:
-            return EndDecision(reason, Next.STOP, allowed.exit_code, allowed.why)
+        why = over_budget(history, reason, budget, attempt=facts.attempt)
+        if why:
+            return EndDecision(reason, Next.STOP, EXIT_STOPPED, why)
     if facts.in_place and reason in {EndReason.CRASHED, EndReason.NODE_FAILED}:
         following = Next.RESTART
     return EndDecision(reason, following)
@@ -219,23 +219,14 @@ def _guess(cause: StopCause | None, outcome: Outcome) -> EndReason:
     return _BY_OUTCOME.get(outcome, EndReason.CRASHED)
 
 
-@dataclass(frozen=True)
-class BudgetDecision:
-    """Whether the run may start again, and if not, why."""
-
-    ok: bool
-    exit_code: int = 0
-    why: str = ""
-
-
-def allow(
+def over_budget(
     history: RunHistory,
     reason: EndReason,
     budget: BudgetSettings | None = None,
     *,
     attempt: int | None = None,
-) -> BudgetDecision:
-    """Whether one more attempt is within the budgets.
+) -> str:
+    """Why the run may not start again; "" where one more attempt is within the budgets.
 
     An end of `attempt` that is on record already does not count.
     """
@@ -246,13 +237,11 @@ def allow(
         used = 1 + sum(_LIMITS.get(other) == name for other in others)
         limit: int = getattr(budget, name)
         if limit and used > limit:
-            why = f"{used} attempts ended by {reason.value}, budget.{name} is {limit}"
-            return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
+            return f"{used} attempts ended by {reason.value}, budget.{name} is {limit}"
     idle = attempts_without_progress(history)
     if budget.no_progress and idle >= budget.no_progress:
-        why = f"{idle} attempts {WITHOUT_A_STEP} (budget.no_progress is {budget.no_progress})"
-        return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
-    return BudgetDecision(ok=True)
+        return f"{idle} attempts {WITHOUT_A_STEP} (budget.no_progress is {budget.no_progress})"
+    return ""
 
 
 def attempts_without_progress(history: RunHistory) -> int:

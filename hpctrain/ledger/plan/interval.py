@@ -154,12 +154,8 @@ def mtbf_s(record: Failures, nodes: int) -> float:
     """Seconds between failures to be expected, from a prior and the run's own record.
 
     The prior is one failure per node in 30 days, worth one observation: a gamma prior of shape 1,
-    of which the rate's posterior mean is (1 + failures) / (prior's time + observed time). A run's
-    own record soon outweighs it, while one early crash does not yet make a run look hopeless.
-
-    Published rates of hardware are lower: one failure per node in 264 days ("The Llama 3 Herd of
-    Models", 2024) and in 154 days (Kokolis et al., HPCA 2025). A shared cluster also kills without
-    warning. A guess that is too short is cheap: 30 for 264 days costs 1.7 times the least loss.
+    of which the rate's posterior mean is (1 + failures) / (prior's time + observed time). Published
+    rates of hardware are lower (one in 154 to 264 days), and a guess that is too short is cheap.
 
     An earlier number of nodes in the record is not made up for.
     """

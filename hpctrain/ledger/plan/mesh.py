@@ -15,7 +15,7 @@ import operator
 import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import gcd, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.mesh import ANY_PASSES, Mesh, MicrobatchRules, plan_micro_batches
@@ -331,27 +331,14 @@ class Planner:
 
     def nearest(self, nodes: int) -> list[int]:
         """The next lower and the next higher number of nodes with a mesh, as far as there are."""
-        step = self._step()
-        # Experts must be cut evenly besides, which some multiples of the smallest mesh do not do.
-        has_gaps = self.shape is not None and self.limits["ep"].stop > 2  # noqa: PLR2004 - ep above 1
-        reach = NEAREST_WITHIN if has_gaps else min(step, NEAREST_WITHIN)
-        below = next((n for n in range(nodes - 1, max(0, nodes - 1 - reach), -1) if self.at(n)), 0)
-        above = next((n for n in range(nodes + 1, nodes + 1 + reach) if self.at(n)), 0)
-        if step > reach:  # so far apart that the nearest are multiples of the smallest mesh
-            below, above = below or nodes // step * step, above or -(-nodes // step) * step
-        return [n for n in (below, above) if n and self.at(n)]
+        below = range(nodes - 1, max(0, nodes - 1 - NEAREST_WITHIN), -1)
+        above = range(nodes + 1, nodes + 1 + NEAREST_WITHIN)
+        sides = (next((n for n in side if self.at(n)), 0) for side in (below, above))
+        return [n for n in sides if n]
 
     def at(self, nodes: int) -> Mesh | None:
         """The mesh on so many nodes; None without one."""
         return self.find(nodes * self.ranks_per_node)
-
-    def _step(self) -> int:
-        """Every multiple of so many nodes has room for the smallest mesh."""
-        smallest = 1
-        for axis, limit in self.limits.items():
-            sizes = divisors(self.ranks_per_node) if axis == "tp" else limit[: self._most_parts]
-            smallest *= next((n for n in sizes if self._fits(axis, n)), limit.start)
-        return smallest // gcd(smallest, self.ranks_per_node)
 
     def _with_origin(self, axis: str) -> str:
         origin = self.origins.get(f"engine.{axis}", "default")
@@ -572,21 +559,8 @@ def _cheapest(
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Releases of a package that were run.
-
-    Attributes:
-        oldest: Older ones are refused.
-        newest: Newer ones are let through with a word.
-    """
-
-    oldest: str
-    newest: str
-
-
-TORCH = Bounds("2.8", "2.14")
-DEEPSPEED = Bounds("0.19.8", "0.19.8")
+TORCH, DEEPSPEED = "2.8", "0.19.8"
+"""The oldest that were run; older ones are refused."""
 EXPERTS = "2.12"
 """The first torch whose FSDP2 shards experts over another mesh than the rest (`engine.ep`)."""
 PIPELINES = "2.9"
@@ -599,9 +573,9 @@ def refusal(versions: Mapping[str, str], engine: EngineSettings) -> str | None:
     `versions` has "torch" and "deepspeed"; what is not known is missing or "".
     """
     torch, deepspeed = versions.get("torch", ""), versions.get("deepspeed", "")
-    if _older(torch, TORCH.oldest):
+    if _older(torch, TORCH):
         return (
-            f"torch {torch} is too old: the engines need {TORCH.oldest} or newer; install one, or "
+            f"torch {torch} is too old: the engines need {TORCH} or newer; install one, or "
             "load a newer module in slurm.setup"
         )
     for axis, oldest in (("ep", EXPERTS), ("pp", PIPELINES)):
@@ -611,25 +585,12 @@ def refusal(versions: Mapping[str, str], engine: EngineSettings) -> str | None:
                 f"engine.{axis} {size} needs torch {oldest} or newer, and this is torch {torch}; "
                 f"set engine.{axis} to 1, or install a newer torch"
             )
-    if engine.kind.startswith("zero") and _older(deepspeed, DEEPSPEED.oldest):
+    if engine.kind.startswith("zero") and _older(deepspeed, DEEPSPEED):
         return (
-            f"engine.kind {engine.kind} needs DeepSpeed {DEEPSPEED.oldest} or newer, and this is "
+            f"engine.kind {engine.kind} needs DeepSpeed {DEEPSPEED} or newer, and this is "
             f"{deepspeed}; run pip install 'hpctrain[deepspeed]', or choose --engine fsdp2"
         )
     return None
-
-
-def untried(versions: Mapping[str, str], engine: EngineSettings) -> list[str]:
-    """Releases newer than any that was run: what a user should know."""
-    bounds = {"torch": TORCH}
-    if engine.kind.startswith("zero"):
-        bounds["deepspeed"] = DEEPSPEED
-    return [
-        f"{package} {versions[package]} is newer than {bound.newest}, the newest that hpctrain was "
-        "run with; tests/engines in a checkout of hpctrain hold it against one process"
-        for package, bound in bounds.items()
-        if _newer(versions.get(package, ""), bound.newest)
-    ]
 
 
 def _may_be_more_than_1(axis: str) -> bool:
@@ -639,12 +600,6 @@ def _may_be_more_than_1(axis: str) -> bool:
 def _older(version: str, bound: str) -> bool:
     numbers = _numbers(version)
     return numbers is not None and numbers < (_numbers(bound) or ())
-
-
-def _newer(version: str, bound: str) -> bool:
-    """Newer by the numbers that the bound has: 2.14.1 is no newer than 2.14."""
-    numbers, most = _numbers(version), _numbers(bound) or ()
-    return numbers is not None and numbers[: len(most)] > most
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:

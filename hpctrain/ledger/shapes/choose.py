@@ -36,10 +36,12 @@ from hpctrain.ledger.shapes.queue import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import AttemptRecord
+
+    Measure = Callable[["ShapeForecast"], tuple[float, float]]
 
 DOUBLING = 1.8
 """Speed on twice as many nodes, where only one size was measured: an assumption."""
@@ -450,18 +452,6 @@ CLEARLY = 0.10
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asked for.
-
-    Attributes:
-        most_node_hours: For the whole run, what it has used so far included; None for no limit.
-    """
-
-    prefer: Prefer = "time"
-    most_node_hours: float | None = None
-
-
-@dataclass(frozen=True)
 class ShapeChoice:
     """The shape of the next job, with all that were looked at.
 
@@ -499,7 +489,8 @@ def choose_shape(
     records: Sequence[WaitRecord] = (),
     partition: str = "",
     longest_s: float = DAY_S,
-    wish: Wish | None = None,
+    prefer: Prefer = "time",
+    most_node_hours: float | None = None,
     now_has: JobShape | None = None,
 ) -> ShapeChoice:
     """Forecast every candidate and choose one.
@@ -512,22 +503,23 @@ def choose_shape(
         records: Waits of own jobs, oldest first.
         partition: Where the job goes.
         longest_s: The longest time limit there.
-        wish: What counts.
+        prefer: What counts.
+        most_node_hours: What the whole run may take, what it has used so far included; None for
+            no limit.
         now_has: The shape of the run's last job; None before the first.
     """
-    wish = wish or Wish()
     waits = {s: expected_wait(s, estimates.get(s), records, partition, longest_s) for s in shapes}
     usual = _usual(list(waits.values()))
     rows = [
-        _within(forecast(shape, facts, wait, _later(wait, usual)), facts, wish)
+        _within(forecast(shape, facts, wait, _later(wait, usual)), facts, most_node_hours)
         for shape, wait in waits.items()
     ]
     rows = [replace(row, refused=(refused or {}).get(row.shape) or row.refused) for row in rows]
-    return decide(rows, wish=wish, now_has=now_has)
+    return decide(rows, prefer, now_has=now_has)
 
 
 def decide(
-    rows: Sequence[ShapeForecast], *, wish: Wish, now_has: JobShape | None = None
+    rows: Sequence[ShapeForecast], prefer: Prefer = "time", *, now_has: JobShape | None = None
 ) -> ShapeChoice:
     """Choose among candidates that are forecast already."""
     open_rows = [row for row in rows if not row.refused]
@@ -535,13 +527,12 @@ def decide(
         reasons = "; ".join(dict.fromkeys(row.refused for row in rows)) or "there is none"
         return ShapeChoice(None, tuple(rows), (f"no shape can be chosen: {reasons}", ""))
     by_finish = all(row.mean_s is not None for row in open_rows)
-    best = _best(open_rows, wish.prefer, by_finish=by_finish)
+    measure = _by_finish if by_finish else _by_work
+    best = _best(open_rows, prefer, measure)
     kept = next((row for row in open_rows if row.shape == now_has), None)
-    stays = kept is not None and not _is_clearly_better(
-        best, kept, wish.prefer, by_finish=by_finish
-    )
+    stays = kept is not None and not _is_clearly_better(best, kept, prefer, measure)
     row = kept if stays and kept is not None else best
-    return ShapeChoice(row, tuple(rows), _why(row, rows, wish, by_finish=by_finish), kept=stays)
+    return ShapeChoice(row, tuple(rows), _why(row, rows, prefer, by_finish=by_finish), kept=stays)
 
 
 def _usual(waits: Sequence[QueueWait | None]) -> QueueWait | None:
@@ -555,37 +546,37 @@ def _later(wait: QueueWait | None, usual: QueueWait | None) -> QueueWait | None:
     return wait if wait is None or usual is None else between(wait, usual)
 
 
-def _within(row: ShapeForecast, facts: RunFacts, wish: Wish) -> ShapeForecast:
+def _within(row: ShapeForecast, facts: RunFacts, most: float | None) -> ShapeForecast:
     """Refuse what would cost more than the user allows."""
-    if wish.most_node_hours is None or row.node_hours is None or row.refused:
+    if most is None or row.node_hours is None or row.refused:
         return row
     total = facts.spent_node_hours + row.node_hours
-    if total <= wish.most_node_hours:
+    if total <= most:
         return row
-    why = f"it would take {total:.1f} node-hours (at most {wish.most_node_hours:g})"
+    why = f"it would take {total:.1f} node-hours (at most {most:g})"
     return replace(row, refused=why, too_expensive=True)
 
 
-def _time(row: ShapeForecast, *, by_finish: bool) -> float:
-    """Less is better: seconds until the run is done, or seconds for a unit of work."""
-    return row.mean_s if by_finish and row.mean_s is not None else 1 / row.speed
+def _by_finish(row: ShapeForecast) -> tuple[float, float]:
+    """Seconds until the run is done, and node-hours; of both less is better."""
+    return row.mean_s or 0.0, row.node_hours or 0.0
 
 
-def _cost(row: ShapeForecast, *, by_finish: bool) -> float:
-    return row.node_hours if by_finish and row.node_hours is not None else row.cost
+def _by_work(row: ShapeForecast) -> tuple[float, float]:
+    """The same for a unit of work, where nobody knows how much there is."""
+    return 1 / row.speed, row.cost
 
 
-def _best(rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool) -> ShapeForecast:
+def _best(rows: Sequence[ShapeForecast], prefer: Prefer, measure: Measure) -> ShapeForecast:
     def cost(row: ShapeForecast) -> float:
-        return _cost(row, by_finish=by_finish)
+        return measure(row)[1]
 
     most = {
         "time": math.inf,
         "balanced": min(map(cost, _middle(rows))) * (1 + BALANCED_EXTRA),
         "cost": min(map(cost, rows)) * (1 + COST_EXTRA),
     }[prefer]
-    affordable = [row for row in rows if cost(row) <= most]
-    return min(affordable, key=lambda row: (_time(row, by_finish=by_finish), cost(row)))
+    return min((row for row in rows if cost(row) <= most), key=measure)
 
 
 def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
@@ -596,17 +587,15 @@ def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
 
 
 def _is_clearly_better(
-    best: ShapeForecast, kept: ShapeForecast, prefer: Prefer, *, by_finish: bool
+    best: ShapeForecast, kept: ShapeForecast, prefer: Prefer, measure: Measure
 ) -> bool:
-    time, cost = (
-        measure(best, by_finish=by_finish) <= (1 - CLEARLY) * measure(kept, by_finish=by_finish)
-        for measure in (_time, _cost)
-    )
-    return {"time": time, "cost": time or cost, "balanced": time or cost}[prefer]
+    both = zip(measure(best), measure(kept), strict=True)
+    time, cost = (now <= (1 - CLEARLY) * before for now, before in both)
+    return time or (cost and prefer != "time")
 
 
 def _why(
-    row: ShapeForecast, rows: Sequence[ShapeForecast], wish: Wish, *, by_finish: bool
+    row: ShapeForecast, rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool
 ) -> tuple[str, str]:
     """Why this one, in two lines: the comparison, and what it rests on."""
     more = percent(BALANCED_EXTRA)
@@ -614,7 +603,7 @@ def _why(
         "time": "finishes first" if by_finish else "does most work per hour of waiting and running",
         "cost": f"finishes first within {percent(COST_EXTRA)} of the fewest node-hours",
         "balanced": f"finishes first within {more} of the middle size's node-hours",
-    }[wish.prefer]
+    }[prefer]
     refused = sum(bool(one.refused) for one in rows)
     among = f"{reason} of {count(len(rows), 'candidate')}"
     among += f" ({refused} refused)" if refused else ""

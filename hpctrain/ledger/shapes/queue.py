@@ -141,16 +141,12 @@ class QueueView:
         now: When it was seen, seconds since the epoch.
         nodes: The partition's nodes that take jobs.
         claims: Of all jobs on them that run or have a planned start.
-        unplanned: Pending jobs of the partition without a planned start.
-        names: Of the partitions that were looked at.
         max_time_s: The partition's longest time limit; None where it has none.
     """
 
     now: float
     nodes: frozenset[str]
     claims: tuple[NodeClaim, ...] = ()
-    unplanned: int = 0
-    names: frozenset[str] = frozenset()
     max_time_s: int | None = None
 
     def without(self, job_id: str) -> QueueView:

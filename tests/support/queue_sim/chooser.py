@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.launch.shape import MOST_HOLES
-from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, Wish, choose_shape
+from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, choose_shape
 from hpctrain.ledger.shapes.queue import MOST_RESTART_SHARE, JobShape, WaitRecord, enumerate_shapes
 from tests.support.queue_sim.training import HOUR_S, REQUEUE_S, Shape
 
@@ -85,7 +85,7 @@ class Product:
             estimates,
             records=[*self.records, *self.waits(parts)],
             longest_s=self.max_time_s,
-            wish=Wish(self.prefer),
+            prefer=self.prefer,
             now_has=had,
         )
         if choice.row is None:

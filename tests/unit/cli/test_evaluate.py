@@ -147,10 +147,10 @@ def test_a_resume_submits_what_could_not_be_submitted_from_a_job(run, jobs, caps
     write_event(run, "attempt_ended", attempt=1, reason="crashed", next="stop")
     spec = own_spec(run, named="gpt")
     prepared = prepare_resume(run, spec, ResumeRequest({}), {"PATH": ""})
-    resumed = resume_run(run, prepared, None)
+    _, notes = resume_run(run, prepared, None)
 
     assert jobs() == ["gpt", "gpt-eval-60"]
-    assert resumed.notes == ["step 60 is evaluated by job 2, which waited to be submitted"]
+    assert notes == ["step 60 is evaluated by job 2, which waited to be submitted"]
 
 
 def test_a_resume_whose_evaluations_are_refused_says_so_and_goes_on(run, jobs, monkeypatch):
@@ -165,6 +165,6 @@ def test_a_resume_whose_evaluations_are_refused_says_so_and_goes_on(run, jobs, m
 
     monkeypatch.setattr(FakeCluster, "submit", submit)
 
-    assert resume_run(run, prepared, None).notes == [
+    assert resume_run(run, prepared, None)[1] == [
         "the evaluation of step 60 could not be submitted: no more jobs"
     ]

@@ -125,16 +125,9 @@ def test_tab_completes_the_names_of_runs(tmp_path, verb):
     assert completed(f"hpctrain {verb} lm", tmp_path) == ["lm-1", "lm-2"]
 
 
-def test_tab_completes_settings_and_partitions(tmp_path):
+def test_tab_completes_settings(tmp_path):
     found = completed("hpctrain submit --set checkpoint.keep_l", tmp_path)
     assert found == ["checkpoint.keep_last="]
-    sinfo = tmp_path / "sinfo"
-    sinfo.write_text("#!/bin/sh\nprintf 'gpu\\ngpu-long\\ncpu\\ngpu\\n'\n")
-    sinfo.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    assert completed("hpctrain submit -p g", tmp_path, PATH=path) == ["gpu", "gpu-long"]
-    sinfo.write_text("#!/bin/sh\nexit 1\n")
-    assert completed("hpctrain submit -p g", tmp_path, PATH=path) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

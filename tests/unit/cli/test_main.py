@@ -241,9 +241,7 @@ def test_a_table_lines_its_columns_up(capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
-@pytest.mark.parametrize(
-    "words", [["submit", "--cluster=local"], ["check"], ["check"]]
-)
+@pytest.mark.parametrize("words", [["submit", "--cluster=local"], ["check"]])
 def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
     """Each command that looks around itself ended with "No such file or directory", of nothing."""
     gone = tmp_path / "gone"

@@ -80,7 +80,9 @@ def test_one_that_trained_with_hpctrain_and_saved_nothing_starts_from_the_beginn
 def test_a_program_whose_ranks_have_formed_a_mesh_is_shown_the_next_one(plain, capsys):
     mesh = {"engine": "ddp", "ranks_per_node": 1, "dp_replicate": 2}
     ended(plain, ("restored", {"step": 0}), ("mesh", mesh))
-    assert "mesh         2 nodes x 1 rank: ddp, dp_replicate=2" in dry_run(capsys)
+    shown = dry_run(capsys)
+    assert "mesh         2 nodes x 1 rank: ddp, dp_replicate=2" in shown
+    assert "batch" not in shown
 
 
 def test_a_run_that_never_began_is_as_it_was(plain, capsys):

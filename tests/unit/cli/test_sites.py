@@ -118,24 +118,12 @@ def test_show_env_is_what_ranks_get_on_so_many_nodes(folder, capsys):
     assert two["B"] == {"value": "2", "origin": f"site juniper ({folder}/juniper.toml:12)"}
 
 
-def test_show_env_holds_conditions_against_the_assumed_versions(folder, capsys):
-    (folder / "juniper.toml").write_text("[env.when.new]\nnccl = '>=2.27'\nset = { C = '3' }\n")
-
-    assert main(["sites", "show", "juniper", "--env", "--assume", "nccl=2.27.3"]) == 0
-    assert "\nC=3\n" in capsys.readouterr().out
-    assert main(["sites", "show", "juniper", "--env", "--assume", "nccl=2.26"]) == 0
-    assert "C=3" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
         (["show", "junper"], 4, 'there is no site "junper"; did you mean juniper?'),
         (["show", "./zzz.toml"], 4, "zzz.toml is not there; check the path"),
         (["show", "juniper", "--nodes", "2"], 2, "--nodes is for --env; add it."),
-        (["show", "juniper", "--assume", "nccl=2"], 2, "--assume is for --env; add it."),
-        (["show", "juniper", "--env", "--assume", "cuda=12"], 2, "cuda=12: write nccl=..., torch="),
-        (["show", "juniper", "--env", "--assume", "nccl"], 2, "nccl: write nccl=..."),
         (["zzz"], 2, "No such command 'zzz'"),
     ],
 )

@@ -12,7 +12,6 @@ from hpctrain.core.base.records import EndReason
 from hpctrain.core.settings.schema import BudgetSettings
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import decide
-from hpctrain.ledger.plan.decide import EXIT_STOPPED
 from tests.support.ledger_runs import event_of
 
 BUDGET_OF = {
@@ -37,8 +36,12 @@ UNBUDGETED = sorted(set(EndReason) - set(BUDGET_OF))
 reasons = st.sampled_from(sorted(EndReason))
 
 
-def allow(events, *about):
-    return decide.allow(RunHistory.of(events), *about)
+def refusal(events, *about):
+    return decide.over_budget(RunHistory.of(events), *about)
+
+
+def allowed(events, *about):
+    return not refusal(events, *about)
 
 
 def attempts_without_progress(events):
@@ -73,21 +76,21 @@ def test_preemptions_a_time_limit_and_a_crash_do_not_use_each_others_budgets():
         EndReason.NODE_FAILED,
     ]
 
-    assert all(allow(history, cause, budget).ok for cause in causes)
+    assert all(allowed(history, cause, budget) for cause in causes)
     for cause in causes:
         once_more = [*history, *ends(cause)]
-        verdicts = {other: allow(once_more, other, budget).ok for other in causes}
+        verdicts = {other: allowed(once_more, other, budget) for other in causes}
         assert verdicts == {other: other is not cause for other in causes}
 
 
 def test_by_default_any_number_of_preemptions_and_time_limits_leaves_the_crash_budget_whole():
     history = ends(*[EndReason.PREEMPTED] * 100, *[EndReason.TIMED_OUT] * 100)
 
-    assert allow(history, EndReason.PREEMPTED).ok
-    assert allow(history, EndReason.TIMED_OUT).ok
+    assert allowed(history, EndReason.PREEMPTED)
+    assert allowed(history, EndReason.TIMED_OUT)
     crashes = BudgetSettings().crashes
-    assert allow([*history, *ends(*[EndReason.CRASHED] * (crashes - 1))], EndReason.CRASHED).ok
-    assert not allow([*history, *ends(*[EndReason.CRASHED] * crashes)], EndReason.CRASHED).ok
+    assert allowed([*history, *ends(*[EndReason.CRASHED] * (crashes - 1))], EndReason.CRASHED)
+    assert not allowed([*history, *ends(*[EndReason.CRASHED] * crashes)], EndReason.CRASHED)
 
 
 @given(st.lists(reasons, max_size=30), st.sampled_from(sorted(BUDGET_OF)), st.integers(0, 8))
@@ -95,15 +98,14 @@ def test_only_ends_of_the_same_cause_count(history, reason, limit):
     name = BUDGET_OF[reason]
     same = sum(BUDGET_OF.get(one) == name for one in history)
 
-    verdict = allow(ends(*history), reason, BudgetSettings(**{**NO_LIMITS, name: limit}))
+    within = allowed(ends(*history), reason, BudgetSettings(**{**NO_LIMITS, name: limit}))
 
-    assert verdict.ok == (limit == 0 or same + 1 <= limit)
-    assert verdict.exit_code == (0 if verdict.ok else EXIT_STOPPED)
+    assert within == (limit == 0 or same + 1 <= limit)
 
 
 @given(st.lists(reasons, max_size=30), reasons)
 def test_a_limit_of_zero_is_no_limit(history, reason):
-    assert allow(ends(*history), reason, BudgetSettings(**NO_LIMITS)).ok
+    assert allowed(ends(*history), reason, BudgetSettings(**NO_LIMITS))
 
 
 @pytest.mark.parametrize("reason", UNBUDGETED)
@@ -114,21 +116,21 @@ def test_an_end_that_nobody_can_repeat_has_no_budget(reason):
         preemptions=1, time_limits=1, nodes=1, crashes=1, storage=1, no_progress=0
     )
 
-    assert allow(history, reason, tight).ok
+    assert allowed(history, reason, tight)
 
 
 def test_the_verdict_names_the_cause_its_count_and_the_setting():
-    verdict = allow(ends(EndReason.CRASHED), EndReason.CRASHED, BudgetSettings(crashes=1))
+    why = refusal(ends(EndReason.CRASHED), EndReason.CRASHED, BudgetSettings(crashes=1))
 
-    assert verdict.why == "2 attempts ended by crashed, budget.crashes is 1"
+    assert why == "2 attempts ended by crashed, budget.crashes is 1"
 
 
 def test_a_resume_begins_new_budgets():
     spent = [*ends(EndReason.CRASHED), *attempt(2, restored=0), *attempt(3, restored=0)]
     budget = BudgetSettings(crashes=1, no_progress=2)
 
-    assert not allow(spent, EndReason.CRASHED, budget).ok
-    assert allow([*spent, submitted(9)], EndReason.CRASHED, budget).ok
+    assert not allowed(spent, EndReason.CRASHED, budget)
+    assert allowed([*spent, submitted(9)], EndReason.CRASHED, budget)
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 5))
@@ -141,8 +143,8 @@ def test_only_attempts_in_a_row_without_a_new_step_count_and_the_limit_stops_the
     budget = BudgetSettings(**{**NO_LIMITS, "no_progress": limit})
 
     assert attempts_without_progress(events) == idle
-    assert allow(events, EndReason.PREEMPTED, budget).ok == (idle < limit)
-    assert allow(events, EndReason.PREEMPTED, BudgetSettings(**NO_LIMITS)).ok
+    assert allowed(events, EndReason.PREEMPTED, budget) == (idle < limit)
+    assert allowed(events, EndReason.PREEMPTED, BudgetSettings(**NO_LIMITS))
 
 
 def test_a_step_that_was_committed_before_is_no_progress():
@@ -177,12 +179,9 @@ def test_attempts_that_never_reached_the_restore_are_not_judged():
 def test_a_lack_of_progress_says_how_long_and_which_setting():
     events = [*attempt(1, restored=0), *attempt(2, restored=0)]
 
-    verdict = allow(events, EndReason.CRASHED, BudgetSettings(no_progress=2))
+    why = refusal(events, EndReason.CRASHED, BudgetSettings(no_progress=2))
 
-    assert verdict.exit_code == EXIT_STOPPED == 93
-    assert verdict.why == (
-        "2 attempts in a row without one new committed step (budget.no_progress is 2)"
-    )
+    assert why == "2 attempts in a row without one new committed step (budget.no_progress is 2)"
 
 
 @pytest.mark.parametrize(

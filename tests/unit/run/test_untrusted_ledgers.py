@@ -16,7 +16,7 @@ from hpctrain.errors import NotFound
 from hpctrain.launch.live_job import live_job
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import interval
-from hpctrain.ledger.plan.decide import allow, attempts_without_progress
+from hpctrain.ledger.plan.decide import attempts_without_progress, over_budget
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.ledger.run.find_run import find_run, look_into
 from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
@@ -148,7 +148,7 @@ def _login(run):
     interval.failures(history)
     attempts_without_progress(history)
     for reason in EndReason:
-        allow(history, reason)
+        over_budget(history, reason)
     run_age_s(run, 1e9)
     read_outcome(run, 2)
     look_into(run.root.parent)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.facts import ask_starts, read_queue, read_start, read_waits
+from hpctrain.cluster.scheduler.slurm.facts import ask_starts, read_queue, read_start
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.ledger.shapes.queue import JobShape, WaitRecord
+from hpctrain.ledger.shapes.queue import JobShape
 
 NOW = 1_795_860_000.0
 SINFO = """\
@@ -49,7 +49,7 @@ def test_the_partitions_nodes_that_take_jobs_and_who_has_them():
         ("11", ["n1", "n2"], 0, 1800),
         ("12", ["n1", "n2", "n3", "n4"], 1800, 5400),
     ]
-    assert (seen.unplanned, seen.max_time_s) == (1, None)
+    assert seen.max_time_s is None
     assert seen.start_of(JobShape(1, 1800)) == NOW
     assert seen.start_of(JobShape(1, 1801)) == NOW + 5400
 
@@ -57,7 +57,7 @@ def test_the_partitions_nodes_that_take_jobs_and_who_has_them():
 def test_another_partition_has_its_own_limit_and_shares_its_nodes_jobs():
     seen = view("short")
 
-    assert (seen.nodes, seen.max_time_s, seen.unplanned) == ({"n1", "n4"}, 7200, 1)
+    assert (seen.nodes, seen.max_time_s) == ({"n1", "n4"}, 7200)
     assert seen.start_of(JobShape(2, 600)) == NOW + 5400
 
 
@@ -120,21 +120,6 @@ def test_every_shape_has_its_own_answer_whatever_the_others_get():
     assert answers[shapes[2]].refused == "no such QOS"
     assert ask_starts({}, ask=ask) == {}
     assert math.isfinite(answers[shapes[0]].wait_s or 0.0)
-
-
-def test_waits_of_own_jobs_are_read_from_accounting_the_oldest_first():
-    text = """\
-12|gpu|4|120|1795861000|1795864600|COMPLETED
-11|work|2|30|1795860000|1795860060|TIMEOUT
-13|work|2|30|1795860000|Unknown|PENDING
-14|work|2|Partition_Limit|1795860000|1795860060|COMPLETED
-broken|row
-"""
-
-    assert read_waits(text) == [
-        WaitRecord(JobShape(2, 1800), "work", 60.0),
-        WaitRecord(JobShape(4, 7200), "gpu", 3600.0),
-    ]
 
 
 # ---- a requeued job in another shape

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, Wish, choose_shape, decide
+from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, choose_shape, decide
 from hpctrain.ledger.shapes.queue import JobShape
 
 HOUR = 3600
@@ -46,12 +46,12 @@ def test_a_short_job_in_a_hole_beats_a_long_one_that_waits_for_days():
 
 
 def test_hardly_more_than_the_fewest_node_hours_where_cost_is_preferred():
-    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 90_000.0}, wish=Wish("cost"))
+    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 90_000.0}, prefer="cost")
 
     assert choice.row is not None
     assert choice.row.shape == SMALL  # DAY has a restart less, and waits
     assert "within 5 % of the fewest node-hours" in choice.why[0]
-    assert chosen({SMALL: 90_000.0, DAY: 0.0}, wish=Wish("cost")).row.shape == DAY
+    assert chosen({SMALL: 90_000.0, DAY: 0.0}, prefer="cost").row.shape == DAY
 
 
 @pytest.mark.parametrize(("lost", "nodes"), [(0.006, 16), (0.02, 4)])
@@ -60,7 +60,7 @@ def test_balanced_takes_what_costs_little_more_than_the_middle_of_the_range(lost
     points = [StepPoint(n, 4.0 / n * (1 + lost * (n - 1)), "attempt 1") for n in (1, 4, 16)]
     shapes = {JobShape(n, 24 * HOUR): 0.0 for n in (1, 4, 16)}
 
-    choice = chosen(shapes, facts=facts(points=points), wish=Wish("balanced"))
+    choice = chosen(shapes, facts=facts(points=points), prefer="balanced")
 
     assert choice.row is not None
     assert choice.row.shape.nodes == nodes
@@ -72,7 +72,7 @@ def test_balanced_takes_what_costs_little_more_than_the_middle_of_the_range(lost
 def test_a_ceiling_counts_what_the_run_has_used():
     spent = facts(spent_node_hours=5.0)
 
-    choice = chosen({SMALL: 0.0, LARGE: 0.0}, facts=spent, wish=Wish(most_node_hours=30.0))
+    choice = chosen({SMALL: 0.0, LARGE: 0.0}, facts=spent, most_node_hours=30.0)
 
     assert choice.row is not None
     assert choice.row.shape == SMALL
@@ -81,7 +81,7 @@ def test_a_ceiling_counts_what_the_run_has_used():
 
 
 def test_where_all_are_refused_nothing_is_chosen_and_the_reasons_are_given():
-    choice = chosen({SMALL: 0.0}, wish=Wish(most_node_hours=1.0))
+    choice = chosen({SMALL: 0.0}, most_node_hours=1.0)
 
     assert choice.row is None
     assert choice.why[0].startswith("no shape can be chosen: it would take 22.")
@@ -101,7 +101,7 @@ def test_a_run_keeps_its_shape_unless_another_is_clearly_better(sooner, kept):
     assert small.mean_s is not None
     large = replace(small, shape=LARGE, mean_s=small.mean_s * sooner)
 
-    choice = decide([small, large], wish=Wish(), now_has=SMALL)
+    choice = decide([small, large], now_has=SMALL)
 
     assert choice.row is not None
     assert (choice.row.shape, choice.kept) == (SMALL if kept else LARGE, kept)
@@ -113,7 +113,7 @@ def test_a_run_whose_costs_count_leaves_a_shape_that_costs_clearly_more(prefer, 
     assert had.node_hours is not None
     cheap = replace(had, shape=DAY, node_hours=had.node_hours * 0.85)
 
-    choice = decide([had, cheap], wish=Wish(prefer), now_has=SMALL)
+    choice = decide([had, cheap], prefer=prefer, now_has=SMALL)
 
     assert choice.kept is kept
 

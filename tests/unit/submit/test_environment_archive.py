@@ -156,9 +156,9 @@ def test_facts_that_make_no_sense_are_written_anew(python, folder, text):
 
 
 def test_a_tool_that_fails_is_told_and_leaves_nothing(python, folder, monkeypatch):
-    monkeypatch.setattr(archives, "_ZSTD", ["sh", "-c", "exit 3"])
+    monkeypatch.setattr(archives, "_ZSTD", ["sh", "-c", "echo full >&2; exit 3"])
 
-    with pytest.raises(HpctrainError, match="zstd has ended with 3"):
+    with pytest.raises(HpctrainError, match="zstd has ended with 3: full"):
         archives.archive_of(python, folder, "zstd")
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
 

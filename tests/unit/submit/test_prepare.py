@@ -16,11 +16,11 @@ from hpctrain.core.settings.schema import Settings
 from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
 from hpctrain.launch import checks
+from hpctrain.launch.change import flags_of
 from hpctrain.launch.prepare import (
     create_run,
     default_cluster,
     discard_run,
-    flags_of,
     free_name,
     make_run,
     prepare,

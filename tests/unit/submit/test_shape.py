@@ -15,7 +15,6 @@ from hpctrain.launch import shape
 from hpctrain.launch.shape import choose_again
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import ShapeChosen
-from hpctrain.ledger.run.find_run import index_path
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.shapes.queue import JobShape
 from tests.support.ledger_runs import write_event
@@ -317,39 +316,18 @@ def test_on_this_machine_there_is_no_queue_and_nothing_is_chosen(work, capsys):
     assert value["spec"]["settings"]["slurm"]["time"] == "1:00:00"
 
 
-# ---- waits of own jobs
+def test_waits_of_earlier_runs_correct_what_slurm_estimates(work, capsys):
+    for name in "abc":
+        assert main(["submit", "--site=none", f"--name={name}", "--nodes=2", "--time=auto"]) == 0
+        run = RunDir(work / "runs" / name)
+        start = {"job_id": "17", "restarts": 0, "nodes": ["n1", "n2"], "world_size": 2}
+        began = ledger.read(run)[-1].t + 3600.0
+        write_event(run, "attempt_started", attempt=1, t=began, by="start", **start)
+    capsys.readouterr()
 
+    rows = dry(capsys, "--nodes=2", "--time=auto")["shape"]["candidates"]
 
-def waits_asked(work, capsys, *, times=1):
-    """The wait that is expected of two nodes, and how often accounting was asked."""
-    asks = work.parent / "sacct-asked"
-    rows = "; ".join([f"echo '{n}|work|2|1440|1795860000|1795946400|COMPLETED'" for n in range(9)])
-    put(work, "sacct", f"echo . >> {asks}; {rows}")
-    for _ in range(times):
-        rows = dry(capsys, "--nodes=2", "--time=auto")["shape"]["candidates"]
-    return rows[-1], len(asks.read_text().splitlines())
-
-
-def test_waits_of_own_jobs_correct_what_slurm_estimates(work, capsys):
-    row, _ = waits_asked(work, capsys)
-
-    assert "9 waits of own jobs" in row["wait_source"]
-    assert row["start_s"] < 3 * 86400
-
-
-def test_accounting_is_asked_once_a_minute_at_most(work, capsys, hands):
-    assert waits_asked(work, capsys, times=3)[1] == 1
-
-    hands.advance(shape.WAITS_ASKED_S + 1)
-    assert waits_asked(work, capsys)[1] == 2
-
-
-def test_a_torn_file_of_waits_is_asked_for_again(work, capsys):
-    waits_asked(work, capsys)
-    (path,) = index_path().parent.glob("waits-*.json")
-    path.write_text("{")
-
-    assert waits_asked(work, capsys)[1] == 2
+    assert "3 waits of own jobs" in rows[-1]["wait_source"]
 
 
 # ---- at a requeue
@@ -381,6 +359,15 @@ def test_a_requeued_job_is_given_the_shape_that_is_better_now(work, requeued):
     assert given == [JobShape(2, 86400)]
     assert (fact.by, fact.nodes, fact.kept, fact.failed) == ("requeue", 2, False, "")
     assert 1 < len(fact.candidates) <= 12
+
+
+def test_the_nodes_of_the_job_that_ends_count_as_free(work, requeued):
+    put(work, "squeue", "echo '17|COMPLETING|work|n1|(null)|N/A|N/A|1-00:00:00'")
+    given = []
+
+    again(requeued, given.append)
+
+    assert given == [JobShape(2, 86400)]
 
 
 def test_a_shape_that_is_not_clearly_better_is_not_given(work, requeued):

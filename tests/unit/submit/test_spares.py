@@ -7,7 +7,7 @@ import pytest
 from hpctrain.core.settings.check import split_spares, with_spares
 from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.errors import UsageError
-from hpctrain.launch.prepare import flags_of
+from hpctrain.launch.change import flags_of
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.queue import JobShape, QueueView, WaitRecord
+    from hpctrain.ledger.shapes.queue import JobShape, QueueView
 
 
 STEP_TIMEOUT_S = 120.0
@@ -271,14 +271,6 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm.facts import ask_queue
 
         return ask_queue(partition)
-
-    def own_waits(self) -> list[WaitRecord]:
-        """By sacct."""
-        import getpass
-
-        from hpctrain.cluster.scheduler.slurm.facts import ask_waits
-
-        return ask_waits(getpass.getuser())
 
     def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
         """By `sbatch --test-only`, all at once."""

@@ -32,7 +32,7 @@ from hpctrain.cluster.site.detect import ClusterFacts, PartitionFacts
 from hpctrain.core.base import clock
 from hpctrain.core.settings.check import time_s
 from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
-from hpctrain.ledger.shapes.queue import JobShape, NodeClaim, QueueView, WaitRecord
+from hpctrain.ledger.shapes.queue import JobShape, NodeClaim, QueueView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -299,33 +299,30 @@ def ask_queue(partition: str, *, timeout_s: float = VIEW_S) -> QueueView | None:
 
 def read_queue(nodes: str, jobs: str, partition: str, *, now: float) -> QueueView | None:
     """The same from what sinfo and squeue printed."""
-    states, limits, names = _read_nodes(nodes, partition)
+    states, limits = _read_nodes(nodes, partition)
     if not limits:
         return None
     claims: list[NodeClaim] = []
-    unplanned = 0
     for line in jobs.splitlines():
         columns = line.strip().split("|")
         if len(columns) != JOBS_FORMAT.count("|") + 1:
             continue
-        job_id, state, where, held, planned, start, end, limit = columns
+        job_id, state, _, held, planned, start, end, limit = columns
         claim = _claim(job_id, state, (held, planned), (start, end, limit), now)
         if claim is not None and claim.nodes & states.keys():
             claims.append(claim)
-        elif claim is None and state == "PENDING" and names & set(where.split(",")):
-            unplanned += 1
     # Sites may show users nobody else's jobs: such a node is taken for nobody knows how long.
     taken = frozenset(node for node, state in states.items() if not state.startswith("idle"))
     unseen = taken.difference(*(claim.nodes for claim in claims))
     if unseen:
         claims.append(NodeClaim("", unseen, now, math.inf))
     longest = None if any(limit in _UNLIMITED for limit in limits) else max(map(time_s, limits))
-    return QueueView(now, frozenset(states), tuple(claims), unplanned, names, longest)
+    return QueueView(now, frozenset(states), tuple(claims), longest)
 
 
-def _read_nodes(text: str, partition: str) -> tuple[dict[str, str], list[str], frozenset[str]]:
-    """The states of the nodes that take jobs, their partitions' time limits and names."""
-    names = frozenset(partition.split(",")) if partition else frozenset()
+def _read_nodes(text: str, partition: str) -> tuple[dict[str, str], list[str]]:
+    """The states of the nodes that take jobs, and their partitions' time limits."""
+    names = partition.split(",")
     states: dict[str, str] = {}
     limits: list[str] = []
     for line in text.splitlines():
@@ -334,11 +331,10 @@ def _read_nodes(text: str, partition: str) -> tuple[dict[str, str], list[str], f
             continue
         name, node, state, limit = columns
         if (name.rstrip("*") in names) if partition else name.endswith("*"):
-            names |= {name.rstrip("*")}
             limits.append(limit)
             if _TAKES_JOBS.fullmatch(state):
                 states[node] = state
-    return states, limits, names
+    return states, limits
 
 
 def _claim(
@@ -399,37 +395,6 @@ def read_start(text: str, *, now: float) -> StartEstimate:
     if start - now > NEVER_S:
         return StartEstimate(unknown="sbatch --test-only names a start that never comes")
     return StartEstimate(wait_s=max(0.0, start - now))
-
-
-WAIT_FIELDS = ("JobID", "Partition", "NNodes", "TimelimitRaw", "Eligible", "Start", "State")
-WAIT_DAYS = 14
-"""Older waits were in another queue."""
-WAIT_ROWS = 500
-
-
-def ask_waits(user: str, *, timeout_s: float = VIEW_S) -> list[WaitRecord]:
-    """Return the waits of a user's jobs of the last weeks by accounting; none where it is silent.
-
-    Oldest first. A job that was requeued has a wait for each start.
-    """
-    words = ["sacct", "--allocations", "--duplicates", "--noheader", "--parsable2"]
-    words += [f"--starttime=now-{WAIT_DAYS}days", f"--user={user}"]
-    return read_waits(_text_of([*words, f"--format={','.join(WAIT_FIELDS)}"], timeout_s))
-
-
-def read_waits(text: str) -> list[WaitRecord]:
-    """The same from what sacct printed; jobs that never started have no wait."""
-    waits = []
-    for line in text.splitlines():
-        columns = line.strip().split("|")
-        if len(columns) != len(WAIT_FIELDS):
-            continue
-        _, partition, nodes, minutes, eligible, start, _ = columns
-        since, until = parse_time(eligible), parse_time(start)
-        size, limit = parse_count(nodes), parse_count(minutes)
-        if since is not None and until is not None and size and limit:
-            waits.append((until, WaitRecord(JobShape(size, 60 * limit), partition, until - since)))
-    return [record for _, record in sorted(waits, key=lambda wait: wait[0])][-WAIT_ROWS:]
 
 
 def _text_of(words: list[str], timeout_s: float) -> str:

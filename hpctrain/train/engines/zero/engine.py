@@ -18,12 +18,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.ledger.plan.deepspeed import (
-    engine_config,
-    read_user_config,
-    refuse_unsupported,
-    stage_of,
-)
+from hpctrain.ledger.plan.deepspeed import engine_config, stage_of
 from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.train.engines.engine import Engine
 from hpctrain.train.engines.norm import (
@@ -53,7 +48,7 @@ if TYPE_CHECKING:
 class DeepSpeedScale(LossScale):
     """How far DeepSpeed scales losses; its state continues under any other engine, and back.
 
-    DeepSpeed itself updates it. A scale that the user's own ds_config.json fixes stays as it is.
+    DeepSpeed itself updates it. A fixed scale stays as it is.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -213,9 +208,6 @@ def _config(
         )
     word = next(name for name, dtype in DTYPES.items() if dtype is precision)
     config = engine_config(settings, precision=word, data_ranks=data_ranks)
-    if settings.ds_config:  # asked at submit too, which a program without one has not seen
-        where = "engine.ds_config"
-        refuse_unsupported(read_user_config(settings.ds_config, where), where)
     if stage == 0:
         config["gradient_clipping"] = 0.0  # done in `_step_of_copies`, which has the norm
     return config
