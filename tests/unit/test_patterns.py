@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 
 import pytest
 
@@ -64,6 +65,13 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
     ): (),  # the TOML files' patterns
     ("hpctrain.cluster.site.detect", "re.fullmatch(pattern, line)"): (),
     ("hpctrain.cluster.site.detect", "re.fullmatch(pattern, text)"): (),
+    # variables.toml's: see the test of NCCL's rules
+    ("hpctrain.cluster.nccl.rules", "re.fullmatch(wanted, value, re.DOTALL)"): (),
+    ("hpctrain.cluster.nccl.rules", "re.fullmatch(row['name'], name)"): (),
+    ("hpctrain.core.settings.check", "re.fullmatch(f'{number}(?:-{number})?', text.strip())"): (
+        "([0-9]{1,6})(?:-([0-9]{1,6}))?",
+    ),
+    ("hpctrain.core.testing.faults", "re.fullmatch(pattern, text)"): (),  # of HPCTRAIN_FAULTS alone
     ("hpctrain.cluster.site.environment", "re.fullmatch(when.gpu, versions.gpu)"): (),
     ("hpctrain.cluster.site.sheet", "re.fullmatch(key.keys or '.+', name)"): (
         ".+",
@@ -160,6 +168,24 @@ def test_no_name_of_a_gpu_keeps_the_table_of_peaks_busy():
     table = [Found(name, 0, frozenset({"fullmatch"}), name) for name in progress.peaks()]
 
     assert slow(table) == []
+
+
+def test_no_text_keeps_a_pattern_of_nccls_rows_busy():
+    from hpctrain.cluster.nccl.names import TABLE
+
+    rows = [*TABLE["alone"], *TABLE["together"]]
+    texts = [row[key] for row in rows for key in ("name", "value", "kind") if key in row]
+    texts += [
+        text for row in rows for key in ("beside", "unless") for text in row.get(key, {}).values()
+    ]
+    found = {
+        Found(text, re.DOTALL, frozenset({"fullmatch"}), text)
+        for text in texts
+        if isinstance(text, str)
+    }
+
+    assert len(found) > 60
+    assert slow(list(found)) == []
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def story(tmp_path, monkeypatch) -> Story:
     "command",
     [
         "--help", "status --help", "status lm --json", "status --json", "logs lm", "events lm",
-        "submit --json --dry-run --cluster local train.py", "report lm -o page.html",
+        "submit --json --dry-run --cluster local train.py",
         "checkpoints list lm --json", "checkpoints verify lm --json",
     ],
 )  # fmt: skip
