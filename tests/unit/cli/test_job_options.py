@@ -145,7 +145,7 @@ REFUSED = [
     ("--test-only", ("--test-only: sbatch would submit nothing: use hpctrain check or hpctrain "
      "submit --dry-run")),
     ("-W", ("-W: submit would not return until the job's end: use hpctrain logs RUN -f, which "
-     "shows why the job waits, or hpctrain status RUN --watch")),
+     "shows why the job waits, or hpctrain status RUN --watch --exit-status in scripts")),
     ("-M other", "-M: nobody would find the job again: submit on a login node of that cluster"),
     ("--switches=1", "--switches is an option of sbatch's; pass it on with `--sbatch=--switches=1"),
     ("--nice 100", "--nice is an option of sbatch's; pass it on with `--sbatch=--nice=100"),
