@@ -32,7 +32,7 @@ from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
 from hpctrain.launch.program import seen_saves
-from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config
+from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config, untried
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def check_versions(settings: Settings, setup: Sequence[str] = (), *, python: str
     versions = {name: installed_version(name) for name in ("torch", "deepspeed")}
     why = refusal(versions, settings.engine)
     if why is None:
-        return []
+        return untried(versions, settings.engine)
     if settings.slurm.setup or setup:
         return [f"{why} (unless the job's modules or slurm.setup bring another)"]
     raise UsageError(why)

@@ -561,6 +561,8 @@ _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 TORCH, DEEPSPEED = "2.8", "0.19.8"
 """The oldest that were run; older ones are refused."""
+NEWEST = {"torch": "2.14", "deepspeed": "0.19.8"}
+"""The newest that were run; newer ones are let through with a word."""
 EXPERTS = "2.12"
 """The first torch whose FSDP2 shards experts over another mesh than the rest (`engine.ep`)."""
 PIPELINES = "2.9"
@@ -593,6 +595,17 @@ def refusal(versions: Mapping[str, str], engine: EngineSettings) -> str | None:
     return None
 
 
+def untried(versions: Mapping[str, str], engine: EngineSettings) -> list[str]:
+    """Name the releases that are newer than any that was run: private parts may have changed."""
+    packages = ["torch", "deepspeed"] if engine.kind.startswith("zero") else ["torch"]
+    return [
+        f"{package} {versions[package]} is newer than {NEWEST[package]}, the newest that hpctrain "
+        "was run with; tests/engines in a checkout of hpctrain hold it against one process"
+        for package in packages
+        if _newer(versions.get(package, ""), NEWEST[package])
+    ]
+
+
 def _may_be_more_than_1(axis: str) -> bool:
     return axis.strip().rpartition("-")[2] != "1"
 
@@ -600,6 +613,12 @@ def _may_be_more_than_1(axis: str) -> bool:
 def _older(version: str, bound: str) -> bool:
     numbers = _numbers(version)
     return numbers is not None and numbers < (_numbers(bound) or ())
+
+
+def _newer(version: str, bound: str) -> bool:
+    """Newer by the numbers that the bound has: 2.14.1 is no newer than 2.14."""
+    numbers, most = _numbers(version), _numbers(bound) or ()
+    return numbers is not None and numbers[: len(most)] > most
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from hpctrain.core.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.errors import UsageError
 from hpctrain.launch import checks
 from hpctrain.launch.checks import check_versions
-from hpctrain.ledger.plan.mesh import DEEPSPEED, TORCH, refusal
+from hpctrain.ledger.plan.mesh import DEEPSPEED, TORCH, refusal, untried
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,19 @@ def test_what_is_too_old_for_an_engine_is_refused_in_one_line(found, engine, say
     if says is not None:
         assert why.startswith(says)
         assert "\n" not in why
+
+
+def test_what_is_newer_than_any_that_was_run_is_said():
+    found = {"torch": "2.15.0", "deepspeed": "0.20.0"}
+
+    (torch,) = untried(found, EngineSettings())
+    assert torch.startswith(
+        "torch 2.15.0 is newer than 2.14, the newest that hpctrain was run with"
+    )
+    assert len(untried(found, EngineSettings(kind="zero2"))) == 2
+    assert not untried(
+        {"torch": "2.14.3", "deepspeed": "0.19.8.post1"}, EngineSettings(kind="zero2")
+    )
 
 
 def posed(monkeypatch, **found):
