@@ -199,13 +199,14 @@ def peaks_of(layers, width):
 
     warnings.simplefilter("ignore")  # DeepSpeed's imports
     world, peaks = join_world(), {}
-    hand_over = zero._initialize
+    deepspeed = zero._import_deepspeed()
+    hand_over = deepspeed.initialize
 
-    def handed_over(*given):  # what DeepSpeed does with the model then is its own
+    def handed_over(**given):  # what DeepSpeed does with the model then is its own
         peaks[kind] = memory("VmHWM") - before
-        return hand_over(*given)
+        return hand_over(**given)
 
-    zero._initialize = handed_over
+    deepspeed.initialize = handed_over
     for kind, precision in KINDS:
         settings = EngineSettings(kind=kind, precision=precision)
         parallelize(lambda: tower(2, 8), adam, settings, world)  # what torch itself loads

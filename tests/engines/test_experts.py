@@ -300,7 +300,7 @@ def train_own():
     world, meshes = meshes_of(dp_shard=2, ep=2)
     inputs = [torch.randn(5 + 4 * rank, 6) for rank in range(2)]
     model, same = Own(), Own()
-    expert_parallelize(model, meshes)
+    expert_parallelize(model, meshes.ep)
     shard(model, meshes, torch.float32, EngineSettings(kind="fsdp2"))
 
     out = model(inputs[world.rank])
@@ -337,13 +337,13 @@ def refusals():
     uncut = Own(dim=5)
 
     def cut_further():
-        expert_parallelize(uncut, meshes)
+        expert_parallelize(uncut, meshes.ep)
         shard(uncut, meshes, torch.float32, EngineSettings(kind="fsdp2"))
 
     acts = [
-        lambda: expert_parallelize(nn.Linear(2, 2), meshes),
-        lambda: expert_parallelize(Own(experts=3), meshes),
-        lambda: expert_parallelize(router_inside, meshes),
+        lambda: expert_parallelize(nn.Linear(2, 2), meshes.ep),
+        lambda: expert_parallelize(Own(experts=3), meshes.ep),
+        lambda: expert_parallelize(router_inside, meshes.ep),
         cut_further,
     ]
     found = []

@@ -94,7 +94,7 @@ def _cut(build: Callable[[], nn.Module], what: CutStep, meshes: Any, device: tor
     def cut_model() -> nn.Module:
         model = build()
         if what.ep > 1:
-            experts.expert_parallelize(model, meshes)
+            experts.expert_parallelize(model, meshes.ep)
         if what.tp > 1:
             tensor_parallelize(model, meshes.tp, EngineSettings(kind="fsdp2"), None)
         return model

@@ -90,7 +90,8 @@ def run_rank(task: RankTask) -> None:
         _run(task, rank, attempt_dir)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            _report(attempt_dir, rank, leaving)
+            if not failure_path(attempt_dir, rank).exists():  # else of a program that is not Python
+                _report(attempt_dir, rank, leaving)
             _exit_even_if_stuck(leaving.code if isinstance(leaving.code, int) else 1)
             raise
     except BaseException as raised:  # noqa: BLE001 - whatever it is, the agent must hear of it
