@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -202,6 +201,8 @@ def _size_of(run: RunDir) -> tuple[int, int]:
 
 def _delete(run: RunDir) -> None:
     """Delete a run's folder; where that is cut short, no half of a run is left under its name."""
+    import secrets
+
     from hpctrain.ledger.run.fence import run_lock
 
     gone = run.root.with_name(f".removed-{run.name}-{secrets.token_hex(3)}")

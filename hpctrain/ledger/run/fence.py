@@ -17,7 +17,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import socket
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,6 +107,8 @@ def take_attempt(
         Fenced: the run continued without this start of the job, e.g. after its node was lost.
         CheckpointError: the run's lock cannot be had.
     """
+    import secrets  # every command reads this module, few take an attempt
+
     with _lock_at_start(run):
         previous = read_fence(run)
         if previous is not None and _is_left_behind(previous, job_id, restarts, follows):

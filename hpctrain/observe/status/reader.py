@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.checkpoint.store import find
 from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base import clock, records
 from hpctrain.core.base.files import open_plain
@@ -399,6 +398,8 @@ def _lately(
 
 def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, Sequence[Skipped]]:
     """The newest that could be loaded, and what was passed over for it."""
+    from hpctrain.checkpoint.store import find
+
     choice = find.choose(run, to_show=True)
     writing = _being_written(run, history)
     newest = None
@@ -441,6 +442,8 @@ def _being_written(run: RunDir, history: RunHistory) -> set[str]:
     now = history.state
     if now.phase is not RunState.RUNNING:
         return set()
+    from hpctrain.checkpoint.store import find
+
     return {one.path.name for one in find.staged(run) if one.attempt == now.attempt}
 
 

@@ -32,10 +32,11 @@ from hpctrain.cluster.site.detect import ClusterFacts, PartitionFacts
 from hpctrain.core.base import clock
 from hpctrain.core.settings.check import time_s
 from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
-from hpctrain.ledger.shapes.queue import JobShape, NodeClaim, QueueView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from hpctrain.ledger.shapes.queue import JobShape, NodeClaim, QueueView
 
 FACTS_TIMEOUT_S = 20.0
 ACCOUNTING_TIMEOUT_S = 5.0
@@ -299,6 +300,8 @@ def ask_queue(partition: str, *, timeout_s: float = VIEW_S) -> QueueView | None:
 
 def read_queue(nodes: str, jobs: str, partition: str, *, now: float) -> QueueView | None:
     """The same from what sinfo and squeue printed."""
+    from hpctrain.ledger.shapes.queue import NodeClaim, QueueView
+
     states, limits = _read_nodes(nodes, partition)
     if not limits:
         return None
@@ -341,6 +344,8 @@ def _claim(
     job_id: str, state: str, nodes: tuple[str, str], times: tuple[str, str, str], now: float
 ) -> NodeClaim | None:
     """The nodes that a job has or is to get; None where SLURM names none."""
+    from hpctrain.ledger.shapes.queue import NodeClaim
+
     held, planned = nodes
     start, end = parse_time(times[0]), parse_time(times[1])
     if state in _HOLDS and held not in NOTHING:
