@@ -86,6 +86,15 @@ def test_deepspeed_understands_every_generated_config_as_it_is_meant(deepspeed):
 # ---- what we make
 
 
+def test_the_scale_of_losses_is_hpctrains_own_in_fp16_alone():
+    fp16, bf16 = (made("zero2", "no", kind, selective=False) for kind in ("fp16", "bf16"))
+
+    assert fp16["fp16"] == {
+        "enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1,
+    }  # fmt: skip
+    assert bf16["fp16"] == {"enabled": False}
+
+
 def test_batch_sizes_are_formal_and_fit_the_ranks():
     config = engine_config(EngineSettings(kind="zero1"), precision="fp32", data_ranks=6)
     sizes = [config[f"train_{name}"] for name in ("batch_size", "micro_batch_size_per_gpu")]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.cluster.scheduler.base import Accounting
+from hpctrain.cluster.scheduler.slurm import facts
 from hpctrain.cluster.scheduler.slurm.facts import read_partitions
 from hpctrain.cluster.scheduler.slurm.limits import check_site, partition_notes
 from hpctrain.cluster.site.schema import Partition, Site
 from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.errors import UsageError
+from hpctrain.errors import ClusterError, UsageError
 
 SINFO = """\
 cpu*|40|64|2-00:00:00|(null)
@@ -26,6 +27,22 @@ def notes(origins=None, site=None, text=SINFO, alive=None, **slurm):
     given = {f"slurm.{key}": f"flag --{key}" for key in slurm} | (origins or {})
     settings = Settings(slurm=SlurmSettings(**slurm), alive=alive or AliveSettings())
     return partition_notes(settings, given, site, asked)
+
+
+@pytest.mark.parametrize(
+    ("printed", "known"),
+    [("lab,normal\n lab2 \n\n", {"lab", "normal", "lab2"}), ("\n", None), (None, None)],
+)
+def test_accounting_names_what_a_user_has_or_nothing_is_known(monkeypatch, printed, known):
+    def run(words, *, timeout_s):
+        assert "format=QOS" in words
+        if printed is None:
+            raise ClusterError("no accounting here")
+        return printed
+
+    monkeypatch.setattr(facts, "run", run)
+
+    assert facts.of_user("QOS") == known
 
 
 def test_a_partition_of_several_kinds_of_nodes_is_read_as_one():
