@@ -121,7 +121,7 @@ def _leaving(run: RunDir, alive: JobInfo, name: str = "it") -> str:
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     """Why nothing can be started beside a job of the run, and what to do."""
-    onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
+    onward = f"end it with `hpctrain cancel {run.name}`, or let it run"
     if leaving := _leaving(run, alive):
         onward = f"{leaving}: try again when it has, which `hpctrain status {run.name}` shows"
     return RunAlive(

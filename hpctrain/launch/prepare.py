@@ -579,7 +579,8 @@ def _refuse_existing(root: Path) -> None:
         return
     if RunDir(root).spec.exists():
         raise RunExists(
-            f"{root} exists: resume it with `hpctrain resume {root.name}`, or choose another --name"
+            f"{root} exists: `hpctrain status {root.name}` shows it, `hpctrain resume {root.name}` "
+            "continues it once its job has ended; or choose another --name"
         )
     raise RunExists(
         f"{root} exists and has no spec.json: another submit is at it, or was interrupted; "

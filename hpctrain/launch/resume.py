@@ -140,7 +140,7 @@ def _sealed_choice(run: RunDir, from_step: int | None) -> tuple[Seal | None, lis
     if taken is None or taken.stored.seal is None:
         return None, []
     seal = taken.stored.seal
-    own = {"step": seal.step, "name": seal.path, "taken": True, "why": "newest that was sealed"}
+    own = {"step": seal.step, "name": seal.path, "taken": True, "why": "newest that was registered"}
     return seal, [*rows, own]
 
 

@@ -421,7 +421,7 @@ class RehearsalStage:
 
     request: SubmitRequest  # the run that is to come
     folder: Path  # of the runs and their jobs
-    patience_s: float  # so long may each wait take
+    patience_s: float  # the limit of each wait
     jobs: list[str] = field(default_factory=list)  # those that were started
 
     def start(

@@ -47,7 +47,9 @@ def _config(file: Path, text: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: not valid JSON: {str(error)[:120]}") from None
+        raise UsageError(
+            f"{file}: not valid JSON: {str(error)[:120]}; MODEL is a config.json, or its folder"
+        ) from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: must be one JSON object, as a Hugging Face config.json is")
     return values

@@ -1,4 +1,4 @@
-"""Copies of tensors into host memory: of a device, which is told once for all of them, or the host.
+"""Copies of tensors into host memory: of a device, asked once for all, or of the host.
 
 A device copies in its own stream, behind what that stream was given so far and before what it is
 given next: so a copy is of one moment, and the host waits for it only where it reads it. Written

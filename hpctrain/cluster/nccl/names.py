@@ -114,6 +114,17 @@ def listed(words: Sequence[str]) -> str:
 
 TABLE = tomllib.loads(Path(__file__).with_name("variables.toml").read_text("utf-8"))
 """variables.toml, whose comments say what each part is."""
+_PATTERN = re.compile(r"<(\w+)>")
+
+
+def _whole(pattern: str) -> str:
+    """Return a pattern of a row with the lists of words that it names."""
+    return _PATTERN.sub(lambda part: f"({_whole(TABLE['patterns'][part[1]])})", pattern)
+
+
+for _row in (*TABLE["alone"], *TABLE["together"]):
+    if isinstance(_row.get("value"), str):
+        _row["value"] = _whole(_row["value"])
 
 
 def names_of(*keys: str) -> frozenset[str]:

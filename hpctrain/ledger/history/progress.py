@@ -236,10 +236,7 @@ def peak_flops(device: str) -> float | None:
 @cache
 def peaks() -> dict[str, float]:
     """peaks.toml: names of devices as patterns, and their FLOP/s."""
-    peaks: dict[str, float] = tomllib.loads(
-        Path(__file__).with_name("peaks.toml").read_text("utf-8")
-    )
-    return peaks
+    return tomllib.loads(Path(__file__).with_name("peaks.toml").read_text("utf-8"))
 
 
 WINDOW_S = 600.0

@@ -16,7 +16,7 @@ from hpctrain.node.agent.log_index import LogIndexer
 from tests.support.clocks import ManualClock
 
 
-class Rank:
+class LoggingRank:
     """A log that grows, and a clock that looks at it at moments of the test's own."""
 
     def __init__(self, folder):
@@ -39,7 +39,7 @@ class Rank:
 
 @pytest.fixture
 def rank(tmp_path):
-    return Rank(tmp_path)
+    return LoggingRank(tmp_path)
 
 
 def test_a_log_that_grows_steadily_is_marked_once_a_minute(rank):

@@ -178,8 +178,8 @@ def test_a_second_submit_into_a_run_is_refused_with_what_to_do(work, capsys):
     assert main(argv) == 5
 
     assert capsys.readouterr().err == (
-        f"hpctrain: error: {work}/runs/mine exists: resume it with `hpctrain resume mine`, "
-        "or choose another --name\n"
+        f"hpctrain: error: {work}/runs/mine exists: `hpctrain status mine` shows it, "
+        "`hpctrain resume mine` continues it once its job has ended; or choose another --name\n"
     )
 
 

@@ -57,7 +57,7 @@ def test_one_that_does_not_end_is_refused(run, monkeypatch):
 @pytest.mark.parametrize("before", [[], [ENDING]])
 def test_one_that_runs_is_refused_at_once(run, monkeypatch, before):
     state = answers(monkeypatch, *before, RUNNING)
-    with pytest.raises(RunAlive, match="or let it go on"):
+    with pytest.raises(RunAlive, match="or let it run"):
         live_job.refuse_alive(run, SPEC)
     assert state["looks"] == len(before) + 1
 
@@ -91,7 +91,7 @@ def test_a_job_that_outlives_its_runs_end_for_long_is_refused(run, monkeypatch):
 def test_the_end_of_another_job_is_not_this_ones(run, monkeypatch):
     stopped(run, "local-0")
     state = answers(monkeypatch, RUNNING)
-    with pytest.raises(RunAlive, match="or let it go on"):
+    with pytest.raises(RunAlive, match="or let it run"):
         live_job.refuse_alive(run, SPEC)
     assert state["looks"] == 1
 
