@@ -329,7 +329,7 @@ class _Other(_LivenessSide):
         self._first: Endpoint | None = None
         self._heard = clock.boottime()
         self._waiting: list[dict[str, Any]] = []
-        self._is_over = False
+        self._is_over = self._is_leaving = False
         self._may_have_ranks = False
         """Its agent has told that it is ready for a round."""
         self._stood_s = 0.0
@@ -351,6 +351,8 @@ class _Other(_LivenessSide):
             if len(self._guards) > 2:  # noqa: PLR2004 - the round's, and the one's before it
                 for fd in self._guards.pop(0):
                     os.close(fd)
+            if self._is_leaving:  # came late: nothing would close it
+                self._close_guarded()
 
     async def _meet(self) -> None:
         place, until = self._place, clock.boottime() + FIRST_S
@@ -419,7 +421,7 @@ class _Other(_LivenessSide):
         """Have the agent end its ranks and leave, by force where it does not."""
         if self._is_over:
             return
-        self._is_over = True
+        self._is_over = self._is_leaving = True
         self._send({"dropped" if dropped else "gone": why})
         self._close_guarded()
         if self._may_have_ranks:  # else it still imports, and sees to the job as it hears of this

@@ -329,6 +329,23 @@ def test_what_an_agent_waits_on_is_closed_as_it_is_to_leave(run):
             end.close()
 
 
+def test_what_an_agent_begins_to_wait_on_after_that_is_closed_at_once(run):
+    mine, theirs = socket.socketpair()
+
+    async def act(job):
+        silent = Silent()
+        other = await job.node(1, port=await silent.open())
+        await other.hear("gone")
+        socket.send_fds(other.guarded, [b"guard"], [mine.fileno()])
+        await asyncio.sleep(TURN_S)
+
+    run(act)
+
+    mine.setblocking(False)
+    with mine, theirs:
+        assert mine.recv(1) == b""
+
+
 def test_one_that_is_dropped_hears_why_and_is_not_lost_besides(run):
     async def act(job):
         other, dropped = await job.ready(1), await job.ready(2)
