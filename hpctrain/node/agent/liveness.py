@@ -188,7 +188,8 @@ class _LivenessSide:
     """What both sides have: the line to the agent, and a turn eight times in a lease."""
 
     def __init__(self, place: LivenessPlace, secret: str, line: socket.socket, agent: int) -> None:
-        self._place, self._secret, self._line, self._agent = place, secret, line, agent
+        self._place, self._line, self._agent = place, line, agent
+        self._greeting = partial(Greeting, secret, "liveness")
         self._writer: asyncio.StreamWriter | None = None
 
     async def serve(self) -> None:
@@ -220,9 +221,6 @@ class _LivenessSide:
     def _send(self, message: dict[str, Any]) -> None:
         assert self._writer is not None  # noqa: S101 - `serve` has made it
         self._writer.write(json.dumps(message).encode() + b"\n")
-
-    def _greeting(self) -> Greeting:
-        return Greeting(self._secret, "liveness")
 
 
 class _First(_LivenessSide):

@@ -341,7 +341,7 @@ def test_what_an_agent_begins_to_wait_on_after_that_is_closed_at_once(run):
 
     run(act)
 
-    mine.setblocking(False)
+    mine.settimeout(0)
     with mine, theirs:
         assert mine.recv(1) == b""
 
