@@ -46,7 +46,6 @@ SLEEPS = {
     "support/slurm_boot.py": 1,
     "support/slurm_subreaper.py": 1,
     "support/small_disk.py": 1,
-    "unit/agent/test_liveness.py": 1,
     "unit/control/test_control_client.py": 1,
     "unit/preflight/test_probe.py": 1,
     "unit/preflight/test_rendezvous.py": 1,
