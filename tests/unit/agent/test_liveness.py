@@ -20,6 +20,8 @@ from hpctrain.node.agent.liveness import LivenessChannel, LivenessPlace
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.realtime(proved_by="tests/unit/agent/test_liveness_sides.py")
+
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 LEASE_S = 1.0
 LONG_LEASE_S = 1000.0
@@ -121,7 +123,7 @@ def test_a_node_that_stands_still_is_lost_after_a_lease_and_leaves_as_it_goes_on
     os.kill(both.pids[1], signal.SIGCONT)
     said = both.lines[1].recv()  # the first word after it, whichever it noticed
     assert {"dropped", "gone"} & said.keys()
-    both.agents[1].join(20)
+    both.agents[1].join(PATIENCE_S)
     assert both.agents[1].exitcode == -signal.SIGKILL, "it did not leave by itself"
 
 

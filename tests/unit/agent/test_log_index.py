@@ -14,6 +14,7 @@ from hpctrain.ledger.run.attempt_files import Guess, LogMark, LogTimes, first_of
 from hpctrain.node.agent import log_index
 from hpctrain.node.agent.log_index import LogIndexer
 from tests.support.clocks import ManualClock
+from tests.support.patience import PATIENCE_S
 
 
 class LoggingRank:
@@ -130,12 +131,12 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(rank, monkeypatch):
 
     def look(*, last=False):
         hangs.set()
-        freed.wait(60)
+        freed.wait(PATIENCE_S)
 
     monkeypatch.setattr(rank.clock, "look", look)
     with rank.clock:
         pass
-    assert hangs.wait(20)
+    assert hangs.wait(PATIENCE_S)
     assert rank.clock._thread.is_alive()
     freed.set()
 

@@ -17,6 +17,7 @@ from hpctrain.observe.logs import follow as log_follow
 from hpctrain.observe.logs.follow import EventLines, Reading
 from hpctrain.observe.status.event_lines import _WORDS, in_words, line
 from tests.support.ledger_runs import Story, event_of, local_job, write_event
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def test_following_ends_with_the_run(story, tmp_path):
         later = [following.stdout.readline()[26:].strip() for _ in range(2)]
         story.add("stopped", 2, step=40).ended(2, "stopped", "stop", step=40)
         later += [text[26:].strip() for text in following.stdout]
-        assert following.wait(20) == 0
+        assert following.wait(PATIENCE_S) == 0
     assert later == [
         "steps 31 to 40, loss 2.25, 500 ms/step",
         "stop requested by hpctrain cancel --save",

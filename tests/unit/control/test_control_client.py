@@ -124,11 +124,11 @@ def test_a_wish_in_a_long_step_is_heard_before_that_step_ends(tree):
     def act(client):
         client.lease.tick()
         if client.rank == 1:
-            begun.wait(10)
+            begun.wait(patience.PATIENCE_S)
             client.lease.wish(stop=3)
             said.set()
         begun.set()
-        said.wait(10)  # all are within their first step
+        said.wait(patience.PATIENCE_S)  # all are within their first step
         return [[decision.kind for decision in client.lease.tick()] for _ in range(3)]
 
     found = every(act, tree)
@@ -192,10 +192,10 @@ def test_a_rank_that_does_not_read_holds_up_nobody_else(tree):
         exchange = client.exchange(60)
         if client.rank != 1:
             found = [len(exchange.gather(b"x" * size)) for _ in range(calls)]
-            others_are_done.wait(30)
+            others_are_done.wait(patience.PATIENCE_S)
             return found
         given = [exchange._give("gather", b"x" * size) for _ in range(calls)]
-        others_are_done.wait(30)
+        others_are_done.wait(patience.PATIENCE_S)
         return [len(exchange.values_of(call)) for call in given]
 
     others_are_done = threading.Barrier(RANKS)

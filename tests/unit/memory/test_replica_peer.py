@@ -16,6 +16,7 @@ from hpctrain.node.memory import copy_line
 from hpctrain.node.memory.copy_line import CopyLine, CopyListener, meet
 from hpctrain.node.memory.replica_peer import replica_peers_of
 from hpctrain.node.memory.slots import HeldCopy, Mark, choose
+from tests.support.patience import PATIENCE_S
 from tests.support.replica_servers import (
     ROOM,
     ReplicaServers,
@@ -260,7 +261,7 @@ def test_another_user_at_the_listener_is_refused_and_noted(job, caplog):
     lines = ready(job)
     address = lines[0].held().address
     for said in (b"\0\0\0\2{}", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64):
-        with socket.create_connection((address[0], address[1]), timeout=20) as other_user:
+        with socket.create_connection((address[0], address[1]), timeout=PATIENCE_S) as other_user:
             other_user.sendall(said)
             heard = b""
             while piece := other_user.recv(1 << 16):
@@ -373,7 +374,7 @@ def test_a_closed_listener_accepts_nobody_and_ends_who_was():
 
     listener.close()
 
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE_S)
     with pytest.raises((OSError, Garbled)):
         line.hear(wait_s=20)
     with socket.socket() as late:

@@ -111,7 +111,7 @@ pid = os.fork()
 signals = RankSignals()
 signals.start()
 os.kill(os.getpid(), signal.SIGTERM)
-heard = signals.heard.wait(5) and signals.term
+heard = signals.heard.wait(30) and signals.term
 if pid == 0:
     os._exit(0 if heard else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or (0 if heard else 2))

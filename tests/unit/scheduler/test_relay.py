@@ -18,6 +18,7 @@ from hpctrain.core.base.secret import sign
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.layout import RunDir
 from tests.support.clocks import jumping
+from tests.support.patience import PATIENCE_S
 
 FACTS = JobFacts(JobState.RUNNING, restarts=2, preempt_time=5.0, end_time=9.5, comes_back=True)
 
@@ -68,7 +69,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def ask(tmp_path, secret="secret"):
-    return RelayedControl(tmp_path / "port", secret, timeout_s=5.0)
+    return RelayedControl(tmp_path / "port", secret, timeout_s=PATIENCE_S)
 
 
 def test_what_slurm_says_comes_in_and_what_is_asked_of_it_goes_out(tmp_path, slurm):
