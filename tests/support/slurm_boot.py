@@ -225,7 +225,7 @@ class Daemons:
         self._spawn(node, *slurmd, conf=self.at.slurm_conf_of(self.shape.group(node)))
 
     def configure(self, *, user_signal: bool) -> None:
-        """Write slurm.conf; daemons that run read it at `scontrol reconfigure`."""
+        """Write slurm.conf; daemons read it as they start."""
         text = slurm_conf(
             self.at,
             self._taken_ports(),

@@ -179,29 +179,36 @@ class SlurmCluster:
             self._set_user_signal(on=False)
 
     def _set_user_signal(self, *, on: bool) -> None:
+        """By a restart: at `scontrol reconfigure`, 22.05 may spin in one of its threads for ever.
+
+        A thread that sends something to nodes while slurm.conf is read takes TreeWidth for 0.
+        """
         self._daemons.configure(user_signal=on)
-        self.run("scontrol", "reconfigure", check=True)
+        self.kill_slurmctld()
+        self.start_slurmctld()
         self._user_signal = on
+        said = self.run("scontrol", "show", "config", check=True).stdout
+        assert ("preempt_send_user_signal" in said) is on
 
-        def taken() -> bool:
-            return (
-                "preempt_send_user_signal" in self.run("scontrol", "show", "config").stdout
-            ) is on
-
-        wait_for(taken, f"preempt_send_user_signal {'on' if on else 'off'}")
-
-    def kill_slurmctld(self, *, saved: bool = True) -> None:
+    def kill_slurmctld(self) -> None:
         """SIGKILL slurmctld; jobs run on.
 
         slurmctld writes its state every 5 s. Killed before that, it forgets: jobs of the last
         seconds are gone or requeued, and their nodes get drained ("Duplicate jobid"). So wait for
-        the next save first, unless `saved=False` asks for just that.
+        the next save first.
         """
-        if saved:
-            before = self._state_saved()
-            self.run("scontrol", "reconfigure", check=True)  # marks the state as changed
+        before = self._state_saved()
+        if any(self._mark(job) for job in self._listed()):
             wait_for(lambda: self._state_saved() > before, "slurmctld to save its state")
         self._daemons.kill("slurmctld")
+
+    def _listed(self) -> list[str]:
+        return self.run("squeue", "-h", "-o", "%A", check=True).stdout.split()
+
+    def _mark(self, job_id: str) -> bool:
+        """Change the job, so that slurmctld writes its state; False if it has ended."""
+        changed = self.run("scontrol", "update", f"jobid={job_id}", "admincomment=saved")
+        return changed.returncode == 0
 
     def _state_saved(self) -> int:
         path = self.at.folder / "state" / "job_state"
