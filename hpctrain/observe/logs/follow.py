@@ -344,7 +344,7 @@ class EventLines:
         )
 
     def _as_text(self, raw: bytes, event: Event) -> Iterable[str]:
-        return [raw.strip(b"\0\r\n\t ").decode() if self._as_json else line(event)]
+        return [raw.strip(b"\0\r\n\t ").decode(errors="replace") if self._as_json else line(event)]
 
 
 def _time(raw: bytes) -> float:

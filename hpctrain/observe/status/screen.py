@@ -103,9 +103,13 @@ class StatusScreen:
 
 @dataclass(frozen=True)
 class RunsScreen:
-    """One line for each run, and below them what did not answer."""
+    """One line for each run, and below them what did not answer.
+
+    `here` is the folder of which nobody needs to be told.
+    """
 
     runs: Sequence[RunStatus]
+    here: Path | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table and the notes."""
@@ -123,10 +127,11 @@ class RunsScreen:
             Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
             Column("for", [_age(run) for run in runs], right=True),
         ]
-        if any("/" in run.label for run in runs):  # other folders' have their path there
+        folders = [_folder(run, self.here) for run in runs]
+        if any(folders):
             less = {"done", "speed", "goodput", "nodes"}
             columns = [replace(c, drop=1) if c.title in less else c for c in columns]
-            columns.append(Column("in", [_folder(run) for run in runs], shrink=True))
+            columns.append(Column("in", folders, shrink=True))
         waits = [_waits_for(run) for run in runs]
         if any(waits):  # whom it waits for is worth more than how fast the others are
             less = {"speed", "goodput", "nodes", "done", "left"}
@@ -140,11 +145,11 @@ class RunsScreen:
             yield from _wrapped(note, options.max_width)
 
 
-def _folder(run: RunStatus) -> str:
+def _folder(run: RunStatus, here: Path | None) -> str:
     """The folder of a run that lies elsewhere, as one types it."""
-    if "/" not in run.label:
-        return ""
     home, folder = os.environ.get("HOME", ""), str(Path(run.root).parent)
+    if here is None or folder == str(here):
+        return ""
     return f"~{folder[len(home) :]}" if home and folder.startswith(f"{home}/") else folder
 
 

@@ -31,7 +31,7 @@ FORESEEN_S = 3 * 86_400.0
 def in_words(status: RunStatus) -> str:  # noqa: C901, PLR0911 - a line or two for each state
     """The state in a line: what is waited for, or why it ended."""
     job, now = _job(status), status.ledger_state
-    resume = f"`hpctrain resume {status.label}{status.flags}`"
+    resume = f"`hpctrain resume {status.label}`"
     match status.state:
         case RunState.CREATED:
             return f"not submitted yet; {resume} does"
@@ -75,25 +75,25 @@ def unaccounted(why: str) -> str:
 
 def next_commands(status: RunStatus) -> list[str]:
     """What one would most likely type now."""
-    name, flags = status.label, status.flags
-    logs, resume = f"hpctrain logs {name}{flags}", f"hpctrain resume {name}{flags}"
+    name = status.label
+    logs, resume = f"hpctrain logs {name}", f"hpctrain resume {name}"
     if status.state is RunState.COMPLETING:
-        return [f"{logs} -f", f"hpctrain status {name}{flags}"]
+        return [f"{logs} -f", f"hpctrain status {name}"]
     if status.awaits_in_vain:
-        first = [f"hpctrain resume {one.label}{one.flags}" for one in status.awaits_in_vain]
-        return [*first, f"hpctrain cancel {name}{flags}"] if status.state in ALIVE else first
+        first = [f"hpctrain resume {one.label}" for one in status.awaits_in_vain]
+        return [*first, f"hpctrain cancel {name}"] if status.state in ALIVE else first
     if status.state in ALIVE:
         saves = status.listens or status.reported.tells
-        return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}{flags}"]
+        return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}"]
     if status.state is RunState.DONE:
-        return [logs, f"hpctrain checkpoints list {name}{flags}"]
+        return [logs, f"hpctrain checkpoints list {name}"]
     if status.state in {RunState.CREATED, RunState.SUBMITTING}:
         return [resume]
     if status.failure is not None and status.failure.rank:
-        logs = f"hpctrain logs {name} --rank {status.failure.rank}{flags}"
+        logs = f"hpctrain logs {name} --rank {status.failure.rank}"
     elif not status.attempts:
-        logs = f"hpctrain logs {name} --rank batch{flags}"
-    doctor = [f"hpctrain doctor {name}{flags}"] if status.attempts else []
+        logs = f"hpctrain logs {name} --rank batch"
+    doctor = [f"hpctrain doctor {name}"] if status.attempts else []
     return [*doctor, logs, resume]
 
 
@@ -131,14 +131,13 @@ def _follows(status: RunStatus) -> str:
     if status.awaits_in_vain:
         bad = status.awaits_in_vain[0]
         return (
-            f"{waits(bad.run)}, which {ENDED_BADLY[bad.state]}: `hpctrain resume {bad.label}"
-            f"{bad.flags}` resumes it and {status.name} follows, or `hpctrain cancel {status.label}"
-            f"{status.flags}`"
+            f"{waits(bad.run)}, which {ENDED_BADLY[bad.state]}: `hpctrain resume {bad.label}` "
+            f"resumes it and {status.name} follows, or `hpctrain cancel {status.label}`"
         )
     text = waits(", ".join(f"{one.run} ({one.state.value})" for one in status.awaited))
     if job is None or not (job.reason or "").startswith("DependencyNeverSatisfied"):
         return text
-    again = f" {status.label}{status.flags}`"
+    again = f" {status.label}`"
     return (
         f"{text}, and not for its newest job: `hpctrain cancel{again}, then `hpctrain resume{again}"
     )
@@ -197,7 +196,7 @@ def _lost(status: RunStatus, lost_text: str) -> str:
     onward = "starts it again"
     if newest is not None:
         onward = f"resumes from {newest.name if newest.step is None else f'step {newest.step}'}"
-    return f"{what}; `hpctrain resume {status.label}{status.flags}` {onward}"
+    return f"{what}; `hpctrain resume {status.label}` {onward}"
 
 
 def _waiting(status: RunStatus) -> str:
@@ -237,7 +236,7 @@ def _hang(status: RunStatus) -> str:
         return ""
     fact, how = newest.hang, "may hang" if newest.hang.kind == "hang_suspected" else "hangs"
     since = "" if fact.stood_s is None else f" (nothing had moved for {duration(fact.stood_s)})"
-    where = f"`hpctrain stacks {status.label}{status.flags}` shows where each rank is"
+    where = f"`hpctrain stacks {status.label}` shows where each rank is"
     return f"; it {how}: {fact.summary}{since}; {where}"
 
 
@@ -291,7 +290,6 @@ def _link(run: RunStatus, by_root: Mapping[str, RunStatus]) -> Link:
         after=run.after,
         words=_words(run, [by_root[path] for path in run.after if path in by_root]),
         label=run.label,
-        flags=run.flags,
     )
 
 

@@ -345,6 +345,21 @@ def test_a_time_of_day_is_the_last_one_that_has_been():
     assert parse_since("23:50:00", now) == now - 1200
 
 
+@pytest.mark.parametrize("today", ["2026-03-29", "2026-10-25"])
+def test_a_time_of_yesterday_is_by_the_clock_where_summer_time_begins_or_ends(today, monkeypatch):
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        now = datetime.fromisoformat(f"{today}T12:00").timestamp()
+        yesterday = f"{today[:-2]}{int(today[-2:]) - 1}"
+        for text in ("23:50", "23:50:00"):
+            assert parse_since(text, now) == parse_since(f"{yesterday}T23:50")
+        assert parse_since("4:15:30", now) == parse_since(f"{today}T04:15:30")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_a_time_with_a_zone_is_of_that_zone():
     assert parse_since("1970-01-01T01:00:00+01:00") == 0
     assert parse_since("1970-01-01T00:00:00Z") == 0
