@@ -211,8 +211,8 @@ def image_of(spec: Spec | None) -> str:
 def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | None = None) -> Answer:
     """What the scheduler knows of the run's newest job; an answer that did not come is no error.
 
-    An answer that did not come is no error. A job that is another run's, of which this is a copy,
-    is none; `scheduler` may be a `bulk_query`.
+    A job that is another run's, of which this is a copy, is none; `scheduler` may be a
+    `bulk_query`.
     """
     token, job_id = newest_submission(history)
     if token is None and job_id is None:

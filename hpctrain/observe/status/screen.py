@@ -38,8 +38,9 @@ from hpctrain.ledger.history.progress import (
 )
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.observe.status.event_lines import EVALUATION_FAILED, evaluation_lines, incident_lines
+from hpctrain.observe.status.status import DAY_S
 from hpctrain.observe.status.tables import attempts_table, ranks_table
-from hpctrain.observe.status.text import in_words, next_commands, nodes_of, unaccounted
+from hpctrain.observe.status.text import in_words, next_commands, unaccounted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,6 @@ SMALL = 0.005
 """Classes with a smaller share are added up."""
 Fact: TypeAlias = "tuple[str, RenderableType]"
 """A label, and what stands beside it."""
-_DAY_S = 86_400.0
 _HOUR_S = 3600.0
 SKIPPED_SHOWN = 8
 ROOM_SHOWN = 100
@@ -122,7 +122,7 @@ class RunsScreen:
             Column("left", [_left(run) for run in runs], right=True, drop=7),
             Column("speed", [_speed(run) for run in runs], right=True, drop=6),
             Column("goodput", [_goodput(run) for run in runs], right=True, drop=5),
-            Column("nodes", [str(len(nodes_of(run)) or "-") for run in runs], right=True, drop=3),
+            Column("nodes", [_nodes(run) for run in runs], right=True, drop=3),
             Column("attempts", [str(len(run.attempts)) for run in runs], right=True),
             Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
             Column("for", [_age(run) for run in runs], right=True),
@@ -167,6 +167,10 @@ def chain_table(status: RunStatus, width: int) -> list[RenderableType]:
         Column("", [link.words for link in links], shrink=True),
     ]
     return [fitted(columns, width)]
+
+
+def _nodes(run: RunStatus) -> str:
+    return str(len(run.newest.nodes) or "-") if run.newest else "-"
 
 
 def _waits_for(run: RunStatus) -> str:
@@ -385,7 +389,7 @@ def goodput_lines(status: RunStatus, width: int) -> list[Fact]:
     useful, since = spent.useful_of_allocated, spent.useful_since_submit
     silent = status.reported.is_silent
     if useful is not None:
-        today = status.day.useful_of_allocated if spent.submitted_s > _DAY_S else None
+        today = status.day.useful_of_allocated if spent.submitted_s > DAY_S else None
         lately = "" if today is None else f" (last 24 h {percent(today, 1)})"
         items.append(f"{percent(useful, 1)} of allocated{lately}")
     if not spent.reports_steps and not silent and any(one.ended for one in status.attempts):
@@ -505,7 +509,7 @@ def _next_save(status: RunStatus) -> list[Fact]:
         last = status.progress.total or following
         when = f"at step {min(following, last):,} (every {every.steps:,} steps{why})"
         return [("next save", when)]
-    if every.seconds is None or saves.since is None:
+    if not every.seconds or saves.since is None:
         return []
     # By a node's clock that is ahead of ours the last save may lie in the future.
     left = min(saves.since, status.now) + every.seconds - status.now

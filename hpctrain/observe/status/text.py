@@ -59,12 +59,6 @@ def in_words(status: RunStatus) -> str:  # noqa: C901, PLR0911 - a line or two f
             return _lost(status, job)
 
 
-def nodes_of(status: RunStatus) -> Sequence[str]:
-    """Host names of the newest attempt."""
-    newest = status.newest
-    return newest.nodes if newest is not None else ()
-
-
 def unaccounted(why: str) -> str:
     """What is not known where accounting is silent, in a line."""
     return (
@@ -155,7 +149,8 @@ def _where(status: RunStatus) -> str:
 def _running(status: RunStatus, job: str) -> str:
     where, info = _where(status), status.answer.job
     ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
-    waits = _awaited(status) + _hang(status) + _slow(status)
+    now = status.under_way
+    waits = "" if now is None else f"{_awaited(now)}{_hang(status, now)}{_slow(now)}"
     return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
@@ -218,34 +213,30 @@ def _asked_to_end(now: LedgerState) -> str:
     )
 
 
-def _awaited(status: RunStatus) -> str:
+def _awaited(now: AttemptView) -> str:
     """Which ranks have not returned, where others have."""
-    newest = status.under_way
-    if newest is None or newest.awaited is None:
+    fact = now.awaited
+    if fact is None:
         return ""
-    fact = newest.awaited
     who = f"{fold_ranks(fact.left)} not" if fact.left else "processes of theirs are still there"
     limit = "" if fact.limit_s is None else f"; ended after {duration(fact.limit_s)} of nothing"
     return f"; {count(fact.returned or 0, 'rank')} returned, {who}{limit}"
 
 
-def _hang(status: RunStatus) -> str:
+def _hang(status: RunStatus, now: AttemptView) -> str:
     """Who holds up the others, where the ranks stand still."""
-    newest = status.under_way
-    if newest is None or newest.hang is None:
+    fact = now.hang
+    if fact is None:
         return ""
-    fact, how = newest.hang, "may hang" if newest.hang.kind == "hang_suspected" else "hangs"
+    how = "may hang" if fact.kind == "hang_suspected" else "hangs"
     since = "" if fact.stood_s is None else f" (nothing had moved for {duration(fact.stood_s)})"
     where = f"`hpctrain stacks {status.label}` shows where each rank is"
     return f"; it {how}: {fact.summary}{since}; {where}"
 
 
-def _slow(status: RunStatus) -> str:
+def _slow(now: AttemptView) -> str:
     """Who keeps the others waiting at every step."""
-    newest = status.under_way
-    if newest is None or newest.straggler is None:
-        return ""
-    return f"; slow: {newest.straggler.summary}"
+    return "" if now.straggler is None else f"; slow: {now.straggler.summary}"
 
 
 def _sign_of_life(status: RunStatus) -> str:
@@ -365,7 +356,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "checkpoint": asdict(status.checkpoint) if status.checkpoint else None,
         "verified": dict(status.verified),
         "not_taken": [asdict(one) for one in status.skipped],
-        "interval": asdict(status.saving.interval) if status.saving.interval else None,
+        "interval": _interval_json(status.saving),
         "saves": _saves_json(status.saving),
         "evaluations": [asdict(one) for one in status.evaluations],
         "disk_free_bytes": status.disk_free_bytes,
@@ -434,6 +425,14 @@ def _mesh_json(status: RunStatus) -> dict[str, Any] | None:
         return None
     now = status.mesh
     return {**asdict(now), "ranks": placed(now.mesh, now.nodes, now.ranks_per_node)}
+
+
+def _interval_json(saves: Saving) -> dict[str, Any] | None:
+    """Of seconds and steps, the one that does not count is null."""
+    each = saves.interval
+    if each is None:
+        return None
+    return {**asdict(each), "seconds": each.seconds or None, "steps": each.steps or None}
 
 
 def _saves_json(saves: Saving) -> dict[str, Any]:

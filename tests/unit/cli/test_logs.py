@@ -21,7 +21,7 @@ from hpctrain.core.base.records import JobInfo
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.ledger.run.attempt_files import LogFile, LogMark, mark_line, tail_offset, times_path
-from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.events import Tail, read
 from hpctrain.observe.logs import follow as log_follow
 from hpctrain.observe.logs.sections import LogSelection, Printer, Trouble, is_trouble
 from hpctrain.observe.status import reader
@@ -649,7 +649,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
     job = JobInfo("17", "PENDING", alive=True, reason="Resources", restarts=1, start_time=start)
     monkeypatch.setattr(reader, "ask", lambda *_: Answer(job))
     assert not watch.is_over()
-    follower = log_follow.Follower(printer, log_follow.LedgerTail(story.run), watch)
+    follower = log_follow.Follower(printer, Tail(story.run.events), watch)
     for _ in range(3):
         follower._show_and_wait()
     when = time.strftime("%H:%M:%S", time.localtime(start))
