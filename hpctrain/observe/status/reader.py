@@ -462,7 +462,10 @@ def _ask_machine(job_id: str, history: RunHistory) -> Answer:
         return Answer(
             None, asked=False, problem=f"{job_id} ran in a terminal of {', '.join(nodes)}"
         )
-    begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
+    try:
+        begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
+    except PermissionError:  # /proc hides what others run
+        return Answer(None, asked=False, problem=f"{job_id} is another user's process")
     # Another process may have the number by now; ours began before its attempt did.
     if begun is None or begun > newest.began + 1:
         return Answer()

@@ -681,6 +681,19 @@ def test_what_comes_next_can_be_typed_for_any_folder_and_any_name(runs, capsys):
         assert main(words[1:]) == 0, capsys.readouterr().err
 
 
+def test_a_process_that_proc_hides_does_not_hide_the_other_runs(runs, monkeypatch, capsys):
+    def hidden(pid: str) -> float | None:
+        raise PermissionError(13, "Permission denied", f"/proc/{pid}/stat")
+
+    Story(runs / "theirs").started(1, "pid-1", (os.uname().nodename,))
+    Story(runs / "lm")
+    monkeypatch.setattr(reader_module, "_process_start", hidden)
+    code, out, _ = run(capsys=capsys)
+    assert code == 0
+    assert "running?" in out
+    assert "no answer: pid-1 is another user's process" in out
+
+
 def test_a_tilde_in_the_folder_of_runs_is_the_home(runs, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(runs.parent))
     Story(runs.parent / "mine" / "lm").submitted("local-1")
