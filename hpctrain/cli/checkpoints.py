@@ -337,11 +337,11 @@ def _ask_evaluation(run: RunDir, spec: Spec, step: int) -> None:
     history, settings = RunHistory.read(run, marks="few"), spec.settings.evaluate
     said = history.evaluations.get(step)
     if said is not None and said.run:
-        again = f": {said.why}; `hpctrain resume {run.evaluation(step).root}` repeats it"
+        again = f": {said.why}; `hpctrain resume {run.evaluation(step).typed}` repeats it"
         raise UsageError(f"step {step} was evaluated by {said.run}{again if said.why else ''}")
     if not step_path(run, step).is_dir():
         raise NotFound(
-            f"{run.name} has no checkpoint of step {step}; `hpctrain checkpoints list {run.name}` "
+            f"{run.name} has no checkpoint of step {step}; `hpctrain checkpoints list {run.typed}` "
             "shows them"
         )
     if step not in due(history, settings.every, last=settings.last) or said is not None:

@@ -162,7 +162,7 @@ def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list
     run = find_run(name, runs=runs)
     status = StatusReader(runs).look(run)
     if not status.attempts:
-        raise NotFound(f"{run.name} has no attempt yet: `hpctrain status {run.name}` says why")
+        raise NotFound(f"{run.name} has no attempt yet: `hpctrain status {run.typed}` says why")
     views = {view.number: view for view in status.attempts}
     number = attempt if attempt is not None else max(views)
     if number not in views:

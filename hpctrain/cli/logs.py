@@ -115,10 +115,11 @@ def _evaluation(run: RunDir, step: int) -> RunDir:
 def _print(
     run: RunDir, choice: LogSelection, *, follow: bool, tail: int | None, ranks: str
 ) -> None:
-    from hpctrain.observe.logs.follow import EndWatch, Follower, LedgerTail, notes_to
+    from hpctrain.ledger.run.events import Tail
+    from hpctrain.observe.logs.follow import EndWatch, Follower, notes_to
     from hpctrain.observe.logs.sections import Printer
 
-    ledger = LedgerTail(run)
+    ledger = Tail(run.events, "few")
     printer = Printer(run, sys.stdout.buffer, choice, live=follow)
     watch = EndWatch(run, choice.attempt, notes_to(printer))
     watch.add(ledger.new())

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from datetime import datetime
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from hpctrain.core.settings.fields import keys_of
 from hpctrain.core.settings.layers import nearest, setting_names
 from hpctrain.core.settings.schema import EngineSettings, ShapeSettings
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.ledger.run.layout import RunDir, runs_flag, runs_root
+from hpctrain.ledger.run.layout import RunDir, is_elsewhere, runs_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ def runs_option(function: _Function) -> _Function:
         envvar=HPCTRAIN_RUNS,
         show_default=True,
         metavar="DIR",
-        callback=lambda _ctx, _param, value: Path.cwd() / value,
+        callback=lambda _ctx, _param, value: runs_root(value),
         help=f"Folder of all runs (or {HPCTRAIN_RUNS}).",
     )(function)
 
@@ -117,7 +117,7 @@ def newest_to_act_on(verb: str, runs: Path) -> RunDir:
     if not sys.stdin or not sys.stdin.isatty():
         raise UsageError(
             f"no run is named; the newest is {_with_state(run)}. Type `hpctrain {verb} "
-            f"{run.name}{runs_flag(runs)}`, or add --yes to take the newest"
+            f"{run.typed}`, or add --yes to take the newest"
         )
     return run
 
@@ -315,9 +315,11 @@ def parse_since(text: str, now: float | None = None) -> float:
         return moment - sum(float(number) * _UNITS[unit] for number, unit in parts)
     try:
         if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
-            today = datetime.fromtimestamp(moment).astimezone().date().isoformat()
-            then = datetime.fromisoformat(f"{today}T{text.zfill(5)}").timestamp()
-            return then if then <= moment else then - _UNITS["d"]  # 23:50, asked after midnight
+            of_day = time.fromisoformat(text if text[2] == ":" else f"0{text}")
+            then = datetime.combine(datetime.fromtimestamp(moment), of_day)  # noqa: DTZ006 - ours
+            if then.timestamp() > moment:  # 23:50, asked after midnight
+                then -= timedelta(days=1)  # by the calendar: such a day may have 23 hours or 25
+            return then.timestamp()
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise UsageError(
@@ -326,7 +328,7 @@ def parse_since(text: str, now: float | None = None) -> float:
 
 
 def complete_run(
-    _ctx: click.Context, _param: click.Parameter, incomplete: str
+    ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Runs whose names begin so: of the folder of runs, and of the user's index."""
     import glob
@@ -337,8 +339,11 @@ def complete_run(
 
     if "/" in incomplete or incomplete.startswith("."):
         return [CompletionItem(incomplete, type="dir")]
-    folders = runs_root().glob(f"{glob.escape(incomplete)}*")
+    runs = runs_root(ctx.params.get("runs"))
+    folders = runs.glob(f"{glob.escape(incomplete)}*")
     here = sorted(path.name for path in folders if _has_run(RunDir(path)))
+    if is_elsewhere(runs):
+        return [CompletionItem(name) for name in here]
     names = [*here, *(one.run.name for one in indexed() if one.run.name.startswith(incomplete))]
     return [CompletionItem(name) for name in dict.fromkeys(names)]
 

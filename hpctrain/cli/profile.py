@@ -27,7 +27,6 @@ from hpctrain.ledger.history.run_state import RunState, run_state
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
 from hpctrain.ledger.run.find_run import find_run
-from hpctrain.ledger.run.layout import RunDir, runs_flag
 from hpctrain.ledger.run.ownership import own_spec
 from hpctrain.node.hangs import stacks
 from hpctrain.observe.profile.trace import (
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.ledger.run.events import Event
+    from hpctrain.ledger.run.layout import RunDir
 
 
 STEPS = 3
@@ -96,12 +96,11 @@ def command(
     """
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)
-    name = f"{run_dir.name}{runs_flag(runs)}" if run_dir.root.parent == runs else str(run_dir.root)
     given = {"--steps": steps, "--ranks": ranks, "--memory": memory, "--wait": wait}
     if not now:
         if idle := [flag for flag, value in given.items() if value]:
             raise UsageError(f"{idle[0]} needs --now; without it old profiles are shown")
-        _show(run_dir, name, as_json=as_json)
+        _show(run_dir, as_json=as_json)
         return
     own_spec(run_dir, named=run, foreign=foreign)
     before = find(run_dir.profile)
@@ -117,10 +116,10 @@ def command(
         count = "the next step" if request.steps == 1 else f"{request.steps} steps"
         who = "all ranks" if request.ranks is None else fold_ranks(request.ranks)
         click.echo(f"asked {run_dir.name} (job {request.job_id}) to profile {count} of {who}")
-        click.echo(f"\n  hpctrain profile {name}")
+        click.echo(f"\n  hpctrain profile {run_dir.typed}")
 
 
-def _show(run: RunDir, name: str, *, as_json: bool) -> None:
+def _show(run: RunDir, *, as_json: bool) -> None:
     """Print every profile of a run."""
     found_profiles = find(run.profile)
     profiles = []
@@ -135,7 +134,7 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
         click.echo(f"steps {window.first} to {window.last} are being profiled")
     elif not found_profiles and not as_json:
         click.echo(f"{run.name} has no profile so far; while it runs, this takes one:")
-        click.echo(f"\n  hpctrain profile {name} --now --wait")
+        click.echo(f"\n  hpctrain profile {run.typed} --now --wait")
     _print(run, profiles, as_json=as_json)
 
 
@@ -235,7 +234,7 @@ def _refuse_second(run: RunDir, events: Sequence[Event], job_id: str) -> None:
     if window is not None:
         raise UsageError(
             f"{run.name} is being profiled already, steps {window.first} to {window.last}; "
-            f"`hpctrain profile {run.name}` shows it when it is done"
+            f"`hpctrain profile {run.typed}` shows it when it is done"
         )
     if read_request(run.profile_request, job_id) is not None:
         raise UsageError(

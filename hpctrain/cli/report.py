@@ -131,8 +131,6 @@ def _put(target: Path, text: str) -> Path:
 
 def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     """What `status --json` tells of each run, its advice, and where the pages are."""
-    from dataclasses import asdict
-
     from hpctrain.observe.report.advice import advice
     from hpctrain.observe.status.text import as_json as status_json
 

@@ -36,7 +36,7 @@ from hpctrain.errors import ChecksFailed, ClusterUnreachable, HpctrainError, Run
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState
 from hpctrain.ledger.run.find_run import find_run, indexed
-from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.layout import RunDir, is_elsewhere
 from hpctrain.ledger.run.ownership import refuse_foreign
 from hpctrain.observe.status.reader import StatusReader, newest_ranks
 from hpctrain.observe.status.status import UNDER_WAY_STATES, RunStatus, exit_status
@@ -96,22 +96,18 @@ def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -
 
     ended = cancel(named, save=save, foreign=foreign, runs=runs)
     run_dir = RunDir(ended.dir)
-    inside = run_dir.root.parent == runs
-    label = f"{run_dir.name}{runs_flag(runs)}" if inside else str(run_dir.root)
     action = "asked to save and stop" if ended.saves else "cancelled" if ended.job_id else "none"
     if not quiet and ended.job_id is None:
         state = status(str(run_dir.root), runs=runs).state
         click.echo(f"{run_dir.name} has no job to cancel: it is {state}")
     elif not quiet:
         history = RunHistory.read(run_dir)
-        click.echo(
-            _report(run_dir.name, ended.job_id or "", history, asked=save, saves=ended.saves)
-        )
-        click.echo(f"\n  hpctrain status {label}\n  hpctrain resume {label}")
+        click.echo(_report(run_dir, ended.job_id or "", history, asked=save, saves=ended.saves))
+        click.echo(f"\n  hpctrain status {run_dir.typed}\n  hpctrain resume {run_dir.typed}")
     return {"run": run_dir.name, "job_id": ended.job_id, "action": action, "saves": ended.saves}
 
 
-def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
+def _report(run: RunDir, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
     from hpctrain.ledger.history.progress import listens, progress, reported
 
     step = progress(history).saved_step
@@ -122,12 +118,13 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
         elif not step and reported(history).is_silent:
             kept = "hpctrain does not know what its program has saved"
         had = "; it was not training, so there was nothing more to save" if asked else ""
-        return f"cancelled job {job_id} of {name}; {kept}{had}"
-    lines = [f"asked {name} (job {job_id}) to save and stop; it is not requeued"]
+        return f"cancelled job {job_id} of {run.name}; {kept}{had}"
+    lines = [f"asked {run.name} (job {job_id}) to save and stop; it is not requeued"]
     if not listens(history):
         lines.append(
             "its program has not called hpctrain.init() so far: it stops only if it catches "
-            f"SIGTERM or looks for {HPCTRAIN_STOP_FILE}. `hpctrain cancel {name}` ends it at once"
+            f"SIGTERM or looks for {HPCTRAIN_STOP_FILE}. `hpctrain cancel {run.typed}` ends it at "
+            "once"
         )
     return "\n".join(lines)
 
@@ -272,7 +269,7 @@ def status(
     """
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
-    if every and (names or runs_flag(runs)):
+    if every and (names or is_elsewhere(runs)):
         raise UsageError("--all lists your runs of all folders: leave out RUN and --runs")
     if len(names) != 1:
         _require_run({"--exit-status": exit_status, "--ranks": ranks, "--attempts": attempts})
@@ -281,7 +278,7 @@ def status(
     if len(named) == 1:
         look = partial(look_at, reader, named[0], attempts=attempts, ranks=ranks)
     else:
-        elsewhere = "" if named or runs_flag(runs) else "all" if every else "live"
+        elsewhere = "" if named or is_elsewhere(runs) else "all" if every else "live"
         look = partial(look_at_all, reader, thorough=as_json, named=named, elsewhere=elsewhere)
     if not watch:
         shown = look()
@@ -374,7 +371,7 @@ def look_at_all(
             older = elsewhere == "live" and indexed()
             more = "; `hpctrain status --all` lists those of other folders" if older else ""
             return uncut(f"no runs in {reader.runs}; `hpctrain submit` starts one{more}")
-        return RunsScreen(runs)
+        return RunsScreen(runs, reader.runs)
 
     return Shown(screen, lambda: [as_json(one) for one in runs], *_over(runs))
 

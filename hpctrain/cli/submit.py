@@ -37,7 +37,7 @@ from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base.text import count
 from hpctrain.core.terminal import echo_json, echo_warning
 from hpctrain.errors import ClusterError, UsageError
-from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -251,10 +251,9 @@ def _report(submitted: SubmittedRun, *, as_json: bool) -> None:
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id
     spec = prepared.spec
-    runs = runs_flag(prepared.runs)
     cancel = "cancel --save" if hears_requests(spec.entry) else "cancel"
     verbs = ("status", "logs -f", cancel) if job_id else ("resume", "status")
-    following = [f"hpctrain {verb} {run.name}{runs}" for verb in verbs]
+    following = [f"hpctrain {verb} {run.typed}" for verb in verbs]
     if as_json:
         echo_json(_facts(submitted, following))
         return

@@ -40,7 +40,7 @@ from hpctrain.ledger.history.run_state import OVER, RunState
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import Followed
 from hpctrain.ledger.run.find_run import find_run
-from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def redirect_followers(run: RunDir) -> list[str]:
 
 def resume_command(run: RunDir) -> str:
     """What resumes the run, as one would type it."""
-    return f"`hpctrain resume {shlex.quote(run.name)}{runs_flag(run.root.parent)}`"
+    return f"`hpctrain resume {run.typed}`"
 
 
 def _awaited(run: RunDir, cluster: str) -> Awaited | None:
@@ -204,10 +204,9 @@ def _redirect(follower: RunDir, run: RunDir) -> str:
         cluster.follow(job.job_id, list(filter(None, jobs)))
         return f"{follower.name} (job {job.job_id}) now waits for job {_job_of(run)}"
     except ClusterError as error:
-        name = shlex.quote(follower.name)
         return (
             f"{follower.name} is to follow, and its job could not be notified: {error}; "
-            f"`hpctrain cancel {name}`, then {resume_command(follower)}"
+            f"`hpctrain cancel {follower.typed}`, then {resume_command(follower)}"
         )
     except (HpctrainError, OSError):
         return ""  # removed, or not ours any more

@@ -380,15 +380,13 @@ def _points(
         while save is not None and save.t <= mark.t:
             stalled, save = stalled + (save.stall_s or 0.0), next(saves, None)
         before = points[-1]
-        save_s = (
-            max(0.0, (mark.fact.save_s or 0.0) - attempt.base[1]) if marks_report_saves else stalled
-        )
+        save_s = (mark.fact.save_s or 0.0) - attempt.base[1] if marks_report_saves else stalled
         points.append(
             _Point(
                 min(max(clock(mark.t), before.t), end),
                 max(mark.fact.last or 0, before.step),
                 max((mark.fact.data_s or 0.0) - attempt.base[0], before.data_s),
-                max(save_s if marks_report_saves else stalled, before.save_s),
+                max(save_s, before.save_s),
             )
         )
     if points[-1].t < end:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hpctrain.ledger.history.attempts import AttemptView
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import SaveRecord
+    from hpctrain.ledger.run import event_types as facts
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class SaveInterval:
-    """How often the run saves, as its newest attempt said; in seconds or in steps.
-
-    Attributes:
-        cost_s: What training loses to one save, as it was measured.
-        mtbf_s: Seconds between failures, as they were expected.
-    """
-
-    seconds: float | None = None
-    steps: int | None = None
-    why: str = ""
-    cost_s: float | None = None
-    mtbf_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Missed:
     """A save that was due and did not come."""
 
@@ -81,7 +66,7 @@ class Saving:
     """How saving goes in the newest attempt that came to train.
 
     Attributes:
-        interval: None where the ledger does not say.
+        interval: As the newest attempt said; None where the ledger does not say.
         since: From when on the interval counts: the last save or the restore.
         committed: Saves that were committed.
         skipped: Saves that were left out while the one before was still being written.
@@ -91,7 +76,7 @@ class Saving:
         stall_s: How long training waited for it.
     """
 
-    interval: SaveInterval | None = None
+    interval: facts.IntervalSet | None = None
     since: float | None = None
     committed: int = 0
     skipped: int = 0
@@ -133,7 +118,7 @@ def saving(history: RunHistory) -> Saving:
     failed = [save for save in reversed(since) if save.kind == "save_failed"]
     newest = committed[-1] if committed else None
     return Saving(
-        interval=_interval(history),
+        interval=history.interval,
         since=_since(saves[-1]) if saves else history.restored_t,
         committed=len(committed),
         skipped=len(skipped),
@@ -144,14 +129,6 @@ def saving(history: RunHistory) -> Saving:
         seconds=newest.seconds if newest is not None else None,
         stall_s=newest.stall_s if newest is not None else None,
     )
-
-
-def _interval(history: RunHistory) -> SaveInterval | None:
-    fact = history.interval
-    if fact is None:
-        return None
-    each = fact.seconds or None, fact.steps or None
-    return SaveInterval(*each, fact.why, fact.cost_s, fact.mtbf_s)
 
 
 def _since(save: SaveRecord) -> float:

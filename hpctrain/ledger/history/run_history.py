@@ -38,23 +38,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunHistory:
-    """What became of a run, by its ledger. Two of the same events are equal.
+    """What became of a run, by its ledger; lists are in order. Two of the same events are equal.
 
     What an old attempt says after a newer one has begun counts for nothing, but for its end: it may
     continue to write for a while (seen for 35 s after a node failure).
 
     Attributes:
         state: Where the run stands by the ledger alone.
-        attempts: In the order in which they were first heard of.
-        training: Restores and step marks of all attempts, in order.
         holes: Batches of which no update was made, as far as no restore went back behind them.
-        rewinds: Times that a guard went back, in order.
         rewound_to: No checkpoint with more updates is to be resumed from; None where none of a
             guard's wishes waits for a restore.
-        not_finite: Steps whose numbers were not finite, of all attempts.
         suspicions: Nodes that a guard named as the one that was wrong, each with what it did,
             since the run was last told to do without it.
-        spikes: How many steps jumped, in all attempts.
         differing: Whose copies of the weights were last found to differ; None for nobody's.
         saves: Saves of all attempts that were due, in order.
         interval: How often the newest attempt saves; None where it has not said so.
@@ -68,22 +63,15 @@ class RunHistory:
             its bytes, where that is still known; None before the first.
         sealed_path: Where the newest sealed checkpoint lies that was not gone back behind; ""
             for none.
-        total_steps: How many there will be, where that is known.
-        shapes: The shapes that were chosen for its jobs, and when.
         resumes: How many submissions were answered.
         ends_since_resume: Which attempts have ended since the last of them, and why.
-        to_end: Jobs that somebody has asked to end.
         verified: Checkpoints of which a person has had every byte read, and when.
-        set_aside: Checkpoints that were damaged, in order.
         excluded: Nodes that a run excludes, each with the attempt that found
             them.
         jobs: Every job of the run, and the clusters that are said to have it.
         clusters: Those that are said to have its newest job.
-        job_times: When jobs were submitted, begun and requeued.
-        asked_evaluations: Steps whose checkpoint somebody wants evaluated.
         evaluations: The last word on the evaluation of each step's checkpoint. Where there was
             no checkpoint any more, one that is saved anew counts as new.
-        notified: Attempts whose end was notified.
         followers: Directories of the runs that are to run after this one.
         last_t: When the last event was written; None in an empty ledger.
         written_in: The submission's script or the run's folder, as last written there.

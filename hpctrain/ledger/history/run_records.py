@@ -163,26 +163,21 @@ class AttemptRecord:
         by: "start", "restart" inside the allocation, or "batch".
         started: When its ranks were about to start.
         begun: When its job began, by SLURM or by the first process that could tell.
-        device: What its ranks train on.
         initialised: Whether its program has called `hpctrain.init`.
         restored: When they had their state; `restore_s` is how long that took, where it was
             told.
         restored_step: Its step, 0 for none.
         own_loop: Whether its program counts, saves and restores by itself, and has told the
             step.
-        from_world_size: How many ranks had written it.
         from_checkpoint: Its name, of a sealed one its path; None where it began at the
             beginning.
         skipped: Checkpoints it looked at and did not take.
         resumed: Which sealed checkpoint its program was given; None where nothing was sealed.
-        first_step: When the first step was done.
         base: Seconds of data and saves that count for the time before the first step was done.
         marks: Step marks, in order; `marks_before` were there when it last restored.
-        saves: Committed saves, in order.
         stop_cause: What asked for the stop, where something did.
         stopping: When its ranks agreed to stop.
         left: When they had saved and left, or were done.
-        failed: When a failure was written down.
         ended: When it ended; for one that died without a word, when it was last heard of.
         witnessed: When its end was written down by those who saw it.
         ended_at: The scheduler's word on the end of its allocation.
@@ -194,8 +189,6 @@ class AttemptRecord:
         end_step: The step that was recorded with its end.
         reason: Why it ended; None while it runs. The last word counts: the batch side may know
             more than the agent did.
-        next: What followed.
-        detail: One line more about the end.
         ended_by: Who told of the end: "agent", "batch" or "successor".
         stopped_for_good: Why nothing follows, where a budget or a user's error decided so.
         stuck: Why its job could not be requeued; None where it was, or nobody tried.

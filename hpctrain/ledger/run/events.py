@@ -41,7 +41,7 @@ from hpctrain.ledger.run.event_fields import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from io import FileIO
     from pathlib import Path
 
@@ -142,15 +142,8 @@ def read_marked(run: RunDir, *markers: bytes) -> list[Event]:
     Raises:
         OSError: the ledger cannot be read.
     """
-    events: list[Event] = []
-    try:
-        with open_plain(run.events) as file:
-            reader = LineReader(file)
-            while (lines := reader.block()) is not None:
-                events += _marked(lines, markers)
-            return events + _marked([reader.rest], markers)
-    except FileNotFoundError:
-        return []
+    marked = (line for line in _lines(run) if any(marker in line for marker in markers))
+    return [event for line in marked if (event := parse(line))]
 
 
 def first_fact(run: RunDir) -> Event | None:
@@ -159,17 +152,15 @@ def first_fact(run: RunDir) -> Event | None:
     Raises:
         OSError: the ledger cannot be read.
     """
-    try:
-        with open_plain(run.events) as file:
-            reader = LineReader(file)
-            while (lines := reader.block()) is not None:
-                for line in lines:
-                    event = parse(line)
-                    if event is not None:
-                        return event
-            return parse(reader.rest)
-    except FileNotFoundError:
-        return None
+    return next((event for line in _lines(run) if (event := parse(line))), None)
+
+
+def _lines(run: RunDir) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError), open_plain(run.events) as file:
+        reader = LineReader(file)
+        while (lines := reader.block()) is not None:
+            yield from lines
+        yield reader.rest
 
 
 def parse(line: bytes) -> Event | None:
@@ -267,14 +258,6 @@ class LineReader:
             self._dropping, rest = True, b""
         self.rest = rest
         return lines
-
-
-def _marked(lines: Sequence[bytes], markers: Sequence[bytes]) -> list[Event]:
-    return [
-        event
-        for line in lines
-        if any(marker in line for marker in markers) and (event := parse(line))
-    ]
 
 
 def _thinned(reader: LineReader, until: int) -> Iterator[bytes]:

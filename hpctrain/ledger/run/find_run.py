@@ -22,7 +22,7 @@ from hpctrain.core.base.files import is_plain, open_plain
 from hpctrain.core.base.text import count
 from hpctrain.errors import NotFound
 from hpctrain.ledger.run.events import read_marked
-from hpctrain.ledger.run.layout import RunDir, runs_flag, runs_root
+from hpctrain.ledger.run.layout import RunDir, is_elsewhere, runs_root
 from hpctrain.ledger.run.ownership import is_mine
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
 
 def _elsewhere(text: str, root: Path) -> list[RunDir]:
     """The runs of that name or job in the user's index, unless another folder was named."""
-    if not text or runs_flag(root):
+    if not text or is_elsewhere(root):
         return []
     return [one.run for one in indexed() if text == one.run.name or text in one.jobs]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,12 @@ class RunDir:
     def name(self) -> str:
         """The run's name is its directory's name."""
         return self.root.name
+
+    @property
+    def typed(self) -> str:
+        """How one names it in a command: by name, or by path where it lies in another folder."""
+        elsewhere = is_elsewhere(self.root.parent)
+        return shlex.quote(str(self.root) if elsewhere else self.name)
 
     spec = _InRun("spec.json")
     """Resolved settings with their origins; written once by submit, and anew by resume."""
@@ -144,9 +151,6 @@ def runs_root(explicit: Path | str | None = None) -> Path:
     return Path.cwd() / Path(explicit or os.environ.get(HPCTRAIN_RUNS) or "runs").expanduser()
 
 
-def runs_flag(runs: Path) -> str:
-    """` --runs DIR` where a later command would need it to find the run, else nothing."""
-    import shlex
-
-    default = Path.cwd() / (os.environ.get(HPCTRAIN_RUNS) or "runs")
-    return "" if runs == default else f" --runs {shlex.quote(str(runs))}"
+def is_elsewhere(runs: Path) -> bool:
+    """Whether a later command finds the runs of this folder only by their paths."""
+    return runs != runs_root()

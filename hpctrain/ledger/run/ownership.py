@@ -175,7 +175,7 @@ def _refuse_in_job(run: RunDir, path: Path, *, group: bool = False) -> None:
     if why:
         raise ChecksFailed(
             f"{path} {why}: it decides what this job runs as you; look at it, then "
-            f"`chmod -R go-w {shlex.quote(str(run.root))}` and `hpctrain resume {run.name}`"
+            f"`chmod -R go-w {shlex.quote(str(run.root))}` and `hpctrain resume {run.typed}`"
         )
 
 

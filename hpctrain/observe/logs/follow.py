@@ -23,6 +23,7 @@ from hpctrain.observe.status.event_lines import folded, line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from hpctrain.ledger.run.events import Tail
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.logs.sections import Printer
     from hpctrain.observe.status.status import Answer
@@ -33,18 +34,6 @@ ASK_S = 5.0
 OPENS_PER_S = 200
 """A file server must not suffer from somebody who follows a thousand ranks."""
 _WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
-
-
-class LedgerTail:
-    """A ledger without its step marks, which are most of it, read as it grows."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._file = LogFile(run.events, longest_bytes=LONGEST_BYTES)
-
-    def new(self) -> list[Event]:
-        """The events since the last call."""
-        lines = (line for line in self._file.lines() if b'"kind": "steps"' not in line[:64])
-        return [event for line in lines if (event := parse(line))]
 
 
 @dataclass
@@ -147,7 +136,7 @@ class Follower:
     """Prints a run's logs until it is over."""
 
     printer: Printer
-    ledger: LedgerTail
+    ledger: Tail
     watch: EndWatch
     _shown: str = ""
 
@@ -344,7 +333,7 @@ class EventLines:
         )
 
     def _as_text(self, raw: bytes, event: Event) -> Iterable[str]:
-        return [raw.strip(b"\0\r\n\t ").decode() if self._as_json else line(event)]
+        return [raw.strip(b"\0\r\n\t ").decode(errors="replace") if self._as_json else line(event)]
 
 
 def _time(raw: bytes) -> float:

@@ -371,7 +371,9 @@ class LogSelection:
     @property
     def of_several(self) -> bool:
         """Whether lines of several ranks may come, so that each needs its rank."""
-        return self.ranks in {ALL, TROUBLE} or (len(self.ranks) > 1 and _is_set(self.ranks))
+        if isinstance(self.ranks, str):
+            return self.ranks != BATCH
+        return len(self.ranks) > 1
 
 
 @dataclass
@@ -477,7 +479,7 @@ class Printer:
         now = clock.now()
         new = [one.new(section, now, last=last, at_once=at_once) for one in streams]
         several = len(sources) > 1 or self.choice.of_several
-        for line in heapq.merge(*new, key=lambda line: line.about) if len(new) > 1 else _first(new):
+        for line in heapq.merge(*new, key=lambda line: line.about):
             self._title(section, place)
             self.put(section, line, several=several)
         if last:
@@ -529,10 +531,6 @@ class Printer:
         prefix = f"{label} ".encode(errors="replace") if several else b""
         text = clean_log(line.text) if self.out.isatty() else line.text
         self.out.write(prefix + text + b"\n")
-
-
-def _is_set(ranks: frozenset[int] | str) -> bool:
-    return not isinstance(ranks, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,10 +598,6 @@ class _Place:
     news_shown: bool = False
     ending: bool = False
     closed: bool = False
-
-
-def _first(streams: list[Iterator[LogLine]]) -> Iterable[LogLine]:
-    return streams[0] if streams else ()
 
 
 def _as_json(section: Section, line: LogLine) -> dict[str, object]:

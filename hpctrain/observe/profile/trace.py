@@ -258,6 +258,10 @@ class RankShares:
     hidden: float
 
 
+NO_TRACE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What comes of JSON that is no trace, and of a step that took no time."""
+
+
 class TraceUnreadable(HpctrainError):
     """A trace that is cut, or is none."""
 
@@ -272,9 +276,9 @@ def read_trace(path: Path, rank: int) -> RankShares:
         with open_plain(path) as packed, gzip.open(packed) as file:
             raw = json.load(file)
         events = [e for e in raw["traceEvents"] if e.get("ph") == "X"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        return _shares_of(events, rank, where=str(path))
+    except (OSError, EOFError, zlib.error, *NO_TRACE) as error:
         raise TraceUnreadable(f"{path} cannot be read ({error}); was it cut off?") from None
-    return _shares_of(events, rank, where=str(path))
 
 
 def _shares_of(events: Sequence[dict[str, Any]], rank: int, *, where: str) -> RankShares:

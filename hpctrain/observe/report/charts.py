@@ -12,7 +12,7 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.text import count, duration, size
+from hpctrain.core.base.text import amount, count, duration, size
 from hpctrain.ledger.history.goodput import TimeClass, TimeSlice
 from hpctrain.observe.report import gather
 from hpctrain.observe.report.summary import (
@@ -22,7 +22,6 @@ from hpctrain.observe.report.summary import (
     Chart,
     axis,
     ended,
-    figure,
     layout,
     line,
     local,
@@ -273,7 +272,7 @@ def throughput(data: ReportData) -> Chart:
         yaxis=axis(name, rangemode="tozero"),
     )
     best = max(rate for rate in rates if rate is not None)
-    words = f"Median {figure(middle, name)}, best {figure(best, name)}."
+    words = f"Median {amount(middle)} {name}, best {amount(best)} {name}."
     return Chart(key, title, words, {"data": [trace], "layout": shape})
 
 

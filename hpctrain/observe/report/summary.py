@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.text import count, duration, fold_nodes
+from hpctrain.core.base.text import amount, count, duration, fold_nodes
 from hpctrain.ledger.history.goodput import Goodput, TimeClass
 from hpctrain.ledger.history.progress import NO_STEP
 from hpctrain.observe.report import gather
@@ -123,7 +123,7 @@ def _speed(data: ReportData) -> list[Fact]:
     facts_of_speed = []
     if rate is not None:
         step = step_seconds(gather.median([gather.step_p50(mark) for mark in marks]))
-        facts_of_speed.append(Fact(f"{unit.name}/s", figure(rate), f"median; a step {step}"))
+        facts_of_speed.append(Fact(f"{unit.name}/s", amount(rate), f"median; a step {step}"))
     if data.status.progress.loss is not None:
         facts_of_speed.append(
             Fact("loss", f"{data.status.progress.loss:.4g}", "of the last reported step")
@@ -207,17 +207,6 @@ def percent(share: float | None) -> str:
     value = 100 * share
     digits = 1 if value >= 1 or value == 0 else 2
     return f"{value:.{digits}f} %"
-
-
-def figure(value: float | None, unit: str = "") -> str:
-    """A number in three digits: "43.7k tokens/s"."""
-    if value is None or not math.isfinite(value):
-        return NOTHING
-    tail = f" {unit}" if unit else ""
-    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{letter}{tail}"
-    return f"{value:.3g}{tail}"
 
 
 def node_hours(seconds: float) -> str:

@@ -578,7 +578,7 @@ def evaluation_lines(status: RunStatus, width: int) -> list[tuple[str, str]]:
         lines.append(("evaluating", pack(under_way, width, gap="; ")))
     failed = [row for row in rows if row.state == "failed"]
     for row in failed[:FAILED_SHOWN]:
-        logs = f" (hpctrain logs {status.label} --evaluation {row.step}{status.flags})"
+        logs = f" (hpctrain logs {status.label} --evaluation {row.step})"
         why = f"step {row.step:,}{logs if row.run else ''}: {row.why or 'nobody knows why'}"
         lines.append((EVALUATION_FAILED, why))
     if len(failed) > FAILED_SHOWN:

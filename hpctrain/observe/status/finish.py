@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hpctrain.core.base.text import duration, step_time
 from hpctrain.ledger.history.attempts import allocations_of
 from hpctrain.ledger.shapes.choose import RunFacts, done_in, run_facts, step_at
-from hpctrain.ledger.shapes.queue import JobShape, QueueWait, expected_wait, own_wait
+from hpctrain.ledger.shapes.queue import DAY_S, JobShape, QueueWait, expected_wait, own_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hpctrain.core.base.records import JobInfo
     from hpctrain.ledger.history.run_history import RunHistory
 
-DAY_S = 86_400.0
 ENDLESS_S = 10 * 365 * 86400
 """Stands for the limit of a job that has none."""
 

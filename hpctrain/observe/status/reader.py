@@ -26,7 +26,7 @@ from hpctrain.ledger.history.run_state import OVER, RunState, run_state
 from hpctrain.ledger.run.attempt_files import read_heartbeat
 from hpctrain.ledger.run.event_types import AttemptStarted
 from hpctrain.ledger.run.find_run import Folder, IndexedRun, indexed, look_into, record
-from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import is_mine
 from hpctrain.observe.status.status import (
     UNDER_WAY_STATES,
@@ -97,7 +97,6 @@ class StatusReader:
         run, history, spec = files.run, files.history, files.spec
         answer, starts = self._scheduler(files, account=account, schedulers=schedulers or {})
         newest, skipped = _checkpoints(run, history) if thorough else (None, [])
-        inside = run.root.parent == self.runs
         recipe = spec is not None and spec.entry.kind == "recipe"
         status = status_of(
             history,
@@ -114,8 +113,7 @@ class StatusReader:
             evaluations=_evaluations(files),
             disk_free_bytes=_disk_free(run),
             after=spec.after if spec else (),
-            label=run.name if inside else str(run.root),
-            flags=runs_flag(self.runs) if inside else "",
+            label=run.typed,
         )
         if not status.attempts:
             return status
@@ -213,8 +211,8 @@ def image_of(spec: Spec | None) -> str:
 def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | None = None) -> Answer:
     """What the scheduler knows of the run's newest job; an answer that did not come is no error.
 
-    An answer that did not come is no error. A job that is another run's, of which this is a copy,
-    is none; `scheduler` may be a `bulk_query`.
+    A job that is another run's, of which this is a copy, is none; `scheduler` may be a
+    `bulk_query`.
     """
     token, job_id = newest_submission(history)
     if token is None and job_id is None:
@@ -464,7 +462,10 @@ def _ask_machine(job_id: str, history: RunHistory) -> Answer:
         return Answer(
             None, asked=False, problem=f"{job_id} ran in a terminal of {', '.join(nodes)}"
         )
-    begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
+    try:
+        begun = _process_start(job_id.removeprefix(TERMINAL_JOB))
+    except PermissionError:  # /proc hides what others run
+        return Answer(None, asked=False, problem=f"{job_id} is another user's process")
     # Another process may have the number by now; ours began before its attempt did.
     if begun is None or begun > newest.began + 1:
         return Answer()

@@ -38,8 +38,9 @@ from hpctrain.ledger.history.progress import (
 )
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.observe.status.event_lines import EVALUATION_FAILED, evaluation_lines, incident_lines
+from hpctrain.observe.status.status import DAY_S
 from hpctrain.observe.status.tables import attempts_table, ranks_table
-from hpctrain.observe.status.text import in_words, next_commands, nodes_of, unaccounted
+from hpctrain.observe.status.text import in_words, next_commands, unaccounted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,6 @@ SMALL = 0.005
 """Classes with a smaller share are added up."""
 Fact: TypeAlias = "tuple[str, RenderableType]"
 """A label, and what stands beside it."""
-_DAY_S = 86_400.0
 _HOUR_S = 3600.0
 SKIPPED_SHOWN = 8
 ROOM_SHOWN = 100
@@ -103,9 +103,13 @@ class StatusScreen:
 
 @dataclass(frozen=True)
 class RunsScreen:
-    """One line for each run, and below them what did not answer."""
+    """One line for each run, and below them what did not answer.
+
+    `here` is the folder of which nobody needs to be told.
+    """
 
     runs: Sequence[RunStatus]
+    here: Path | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table and the notes."""
@@ -118,15 +122,16 @@ class RunsScreen:
             Column("left", [_left(run) for run in runs], right=True, drop=7),
             Column("speed", [_speed(run) for run in runs], right=True, drop=6),
             Column("goodput", [_goodput(run) for run in runs], right=True, drop=5),
-            Column("nodes", [str(len(nodes_of(run)) or "-") for run in runs], right=True, drop=3),
+            Column("nodes", [_nodes(run) for run in runs], right=True, drop=3),
             Column("attempts", [str(len(run.attempts)) for run in runs], right=True),
             Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
             Column("for", [_age(run) for run in runs], right=True),
         ]
-        if any("/" in run.label for run in runs):  # other folders' have their path there
+        folders = [_folder(run, self.here) for run in runs]
+        if any(folders):
             less = {"done", "speed", "goodput", "nodes"}
             columns = [replace(c, drop=1) if c.title in less else c for c in columns]
-            columns.append(Column("in", [_folder(run) for run in runs], shrink=True))
+            columns.append(Column("in", folders, shrink=True))
         waits = [_waits_for(run) for run in runs]
         if any(waits):  # whom it waits for is worth more than how fast the others are
             less = {"speed", "goodput", "nodes", "done", "left"}
@@ -140,11 +145,11 @@ class RunsScreen:
             yield from _wrapped(note, options.max_width)
 
 
-def _folder(run: RunStatus) -> str:
+def _folder(run: RunStatus, here: Path | None) -> str:
     """The folder of a run that lies elsewhere, as one types it."""
-    if "/" not in run.label:
-        return ""
     home, folder = os.environ.get("HOME", ""), str(Path(run.root).parent)
+    if here is None or folder == str(here):
+        return ""
     return f"~{folder[len(home) :]}" if home and folder.startswith(f"{home}/") else folder
 
 
@@ -162,6 +167,10 @@ def chain_table(status: RunStatus, width: int) -> list[RenderableType]:
         Column("", [link.words for link in links], shrink=True),
     ]
     return [fitted(columns, width)]
+
+
+def _nodes(run: RunStatus) -> str:
+    return str(len(run.newest.nodes) or "-") if run.newest else "-"
 
 
 def _waits_for(run: RunStatus) -> str:
@@ -380,7 +389,7 @@ def goodput_lines(status: RunStatus, width: int) -> list[Fact]:
     useful, since = spent.useful_of_allocated, spent.useful_since_submit
     silent = status.reported.is_silent
     if useful is not None:
-        today = status.day.useful_of_allocated if spent.submitted_s > _DAY_S else None
+        today = status.day.useful_of_allocated if spent.submitted_s > DAY_S else None
         lately = "" if today is None else f" (last 24 h {percent(today, 1)})"
         items.append(f"{percent(useful, 1)} of allocated{lately}")
     if not spent.reports_steps and not silent and any(one.ended for one in status.attempts):
@@ -500,7 +509,7 @@ def _next_save(status: RunStatus) -> list[Fact]:
         last = status.progress.total or following
         when = f"at step {min(following, last):,} (every {every.steps:,} steps{why})"
         return [("next save", when)]
-    if every.seconds is None or saves.since is None:
+    if not every.seconds or saves.since is None:
         return []
     # By a node's clock that is ahead of ours the last save may lie in the future.
     left = min(saves.since, status.now) + every.seconds - status.now

@@ -98,8 +98,7 @@ class AttemptMesh:
 class Link:
     """A run of a chain, in which runs wait for each other, as the others see it.
 
-    `words` are more of its state without anything that ages; `label` and `flags` name it in the
-    next command.
+    `words` are more of its state without anything that ages; `label` names it in a command.
     """
 
     run: str
@@ -109,7 +108,6 @@ class Link:
     after: Sequence[str]
     words: str
     label: str
-    flags: str
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,6 @@ class RunStatus:
     failure_log: str
     label: str
     """How the user can name the run in the next command."""
-    flags: str
-    """What the next command needs behind it, e.g. " --runs DIR"."""
     now: float = field(default_factory=clock.now)
     goodput: Goodput = field(default_factory=Goodput)
     day: Goodput = field(default_factory=Goodput)
@@ -226,7 +222,6 @@ def status_of(
     disk_free_bytes: int | None = None,
     after: Sequence[str] = (),
     label: str = "",
-    flags: str = "",
     now: float | None = None,
 ) -> RunStatus:
     """Put together what is known of a run.
@@ -267,7 +262,6 @@ def status_of(
         failure=failure,
         failure_log=log,
         label=label or shlex.quote(name),
-        flags=flags,
         now=moment,
         goodput=spent,
         day=window(spent, moment - DAY_S),

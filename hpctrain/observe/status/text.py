@@ -31,7 +31,7 @@ FORESEEN_S = 3 * 86_400.0
 def in_words(status: RunStatus) -> str:  # noqa: C901, PLR0911 - a line or two for each state
     """The state in a line: what is waited for, or why it ended."""
     job, now = _job(status), status.ledger_state
-    resume = f"`hpctrain resume {status.label}{status.flags}`"
+    resume = f"`hpctrain resume {status.label}`"
     match status.state:
         case RunState.CREATED:
             return f"not submitted yet; {resume} does"
@@ -59,12 +59,6 @@ def in_words(status: RunStatus) -> str:  # noqa: C901, PLR0911 - a line or two f
             return _lost(status, job)
 
 
-def nodes_of(status: RunStatus) -> Sequence[str]:
-    """Host names of the newest attempt."""
-    newest = status.newest
-    return newest.nodes if newest is not None else ()
-
-
 def unaccounted(why: str) -> str:
     """What is not known where accounting is silent, in a line."""
     return (
@@ -75,25 +69,25 @@ def unaccounted(why: str) -> str:
 
 def next_commands(status: RunStatus) -> list[str]:
     """What one would most likely type now."""
-    name, flags = status.label, status.flags
-    logs, resume = f"hpctrain logs {name}{flags}", f"hpctrain resume {name}{flags}"
+    name = status.label
+    logs, resume = f"hpctrain logs {name}", f"hpctrain resume {name}"
     if status.state is RunState.COMPLETING:
-        return [f"{logs} -f", f"hpctrain status {name}{flags}"]
+        return [f"{logs} -f", f"hpctrain status {name}"]
     if status.awaits_in_vain:
-        first = [f"hpctrain resume {one.label}{one.flags}" for one in status.awaits_in_vain]
-        return [*first, f"hpctrain cancel {name}{flags}"] if status.state in ALIVE else first
+        first = [f"hpctrain resume {one.label}" for one in status.awaits_in_vain]
+        return [*first, f"hpctrain cancel {name}"] if status.state in ALIVE else first
     if status.state in ALIVE:
         saves = status.listens or status.reported.tells
-        return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}{flags}"]
+        return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}"]
     if status.state is RunState.DONE:
-        return [logs, f"hpctrain checkpoints list {name}{flags}"]
+        return [logs, f"hpctrain checkpoints list {name}"]
     if status.state in {RunState.CREATED, RunState.SUBMITTING}:
         return [resume]
     if status.failure is not None and status.failure.rank:
-        logs = f"hpctrain logs {name} --rank {status.failure.rank}{flags}"
+        logs = f"hpctrain logs {name} --rank {status.failure.rank}"
     elif not status.attempts:
-        logs = f"hpctrain logs {name} --rank batch{flags}"
-    doctor = [f"hpctrain doctor {name}{flags}"] if status.attempts else []
+        logs = f"hpctrain logs {name} --rank batch"
+    doctor = [f"hpctrain doctor {name}"] if status.attempts else []
     return [*doctor, logs, resume]
 
 
@@ -131,14 +125,13 @@ def _follows(status: RunStatus) -> str:
     if status.awaits_in_vain:
         bad = status.awaits_in_vain[0]
         return (
-            f"{waits(bad.run)}, which {ENDED_BADLY[bad.state]}: `hpctrain resume {bad.label}"
-            f"{bad.flags}` resumes it and {status.name} follows, or `hpctrain cancel {status.label}"
-            f"{status.flags}`"
+            f"{waits(bad.run)}, which {ENDED_BADLY[bad.state]}: `hpctrain resume {bad.label}` "
+            f"resumes it and {status.name} follows, or `hpctrain cancel {status.label}`"
         )
     text = waits(", ".join(f"{one.run} ({one.state.value})" for one in status.awaited))
     if job is None or not (job.reason or "").startswith("DependencyNeverSatisfied"):
         return text
-    again = f" {status.label}{status.flags}`"
+    again = f" {status.label}`"
     return (
         f"{text}, and not for its newest job: `hpctrain cancel{again}, then `hpctrain resume{again}"
     )
@@ -156,7 +149,8 @@ def _where(status: RunStatus) -> str:
 def _running(status: RunStatus, job: str) -> str:
     where, info = _where(status), status.answer.job
     ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
-    waits = _awaited(status) + _hang(status) + _slow(status)
+    now = status.under_way
+    waits = "" if now is None else f"{_awaited(now)}{_hang(status, now)}{_slow(now)}"
     return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
@@ -197,7 +191,7 @@ def _lost(status: RunStatus, lost_text: str) -> str:
     onward = "starts it again"
     if newest is not None:
         onward = f"resumes from {newest.name if newest.step is None else f'step {newest.step}'}"
-    return f"{what}; `hpctrain resume {status.label}{status.flags}` {onward}"
+    return f"{what}; `hpctrain resume {status.label}` {onward}"
 
 
 def _waiting(status: RunStatus) -> str:
@@ -219,34 +213,30 @@ def _asked_to_end(now: LedgerState) -> str:
     )
 
 
-def _awaited(status: RunStatus) -> str:
+def _awaited(now: AttemptView) -> str:
     """Which ranks have not returned, where others have."""
-    newest = status.under_way
-    if newest is None or newest.awaited is None:
+    fact = now.awaited
+    if fact is None:
         return ""
-    fact = newest.awaited
     who = f"{fold_ranks(fact.left)} not" if fact.left else "processes of theirs are still there"
     limit = "" if fact.limit_s is None else f"; ended after {duration(fact.limit_s)} of nothing"
     return f"; {count(fact.returned or 0, 'rank')} returned, {who}{limit}"
 
 
-def _hang(status: RunStatus) -> str:
+def _hang(status: RunStatus, now: AttemptView) -> str:
     """Who holds up the others, where the ranks stand still."""
-    newest = status.under_way
-    if newest is None or newest.hang is None:
+    fact = now.hang
+    if fact is None:
         return ""
-    fact, how = newest.hang, "may hang" if newest.hang.kind == "hang_suspected" else "hangs"
+    how = "may hang" if fact.kind == "hang_suspected" else "hangs"
     since = "" if fact.stood_s is None else f" (nothing had moved for {duration(fact.stood_s)})"
-    where = f"`hpctrain stacks {status.label}{status.flags}` shows where each rank is"
+    where = f"`hpctrain stacks {status.label}` shows where each rank is"
     return f"; it {how}: {fact.summary}{since}; {where}"
 
 
-def _slow(status: RunStatus) -> str:
+def _slow(now: AttemptView) -> str:
     """Who keeps the others waiting at every step."""
-    newest = status.under_way
-    if newest is None or newest.straggler is None:
-        return ""
-    return f"; slow: {newest.straggler.summary}"
+    return "" if now.straggler is None else f"; slow: {now.straggler.summary}"
 
 
 def _sign_of_life(status: RunStatus) -> str:
@@ -291,7 +281,6 @@ def _link(run: RunStatus, by_root: Mapping[str, RunStatus]) -> Link:
         after=run.after,
         words=_words(run, [by_root[path] for path in run.after if path in by_root]),
         label=run.label,
-        flags=run.flags,
     )
 
 
@@ -367,7 +356,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "checkpoint": asdict(status.checkpoint) if status.checkpoint else None,
         "verified": dict(status.verified),
         "not_taken": [asdict(one) for one in status.skipped],
-        "interval": asdict(status.saving.interval) if status.saving.interval else None,
+        "interval": _interval_json(status.saving),
         "saves": _saves_json(status.saving),
         "evaluations": [asdict(one) for one in status.evaluations],
         "disk_free_bytes": status.disk_free_bytes,
@@ -436,6 +425,14 @@ def _mesh_json(status: RunStatus) -> dict[str, Any] | None:
         return None
     now = status.mesh
     return {**asdict(now), "ranks": placed(now.mesh, now.nodes, now.ranks_per_node)}
+
+
+def _interval_json(saves: Saving) -> dict[str, Any] | None:
+    """Of seconds and steps, the one that does not count is null."""
+    each = saves.interval
+    if each is None:
+        return None
+    return {**asdict(each), "seconds": each.seconds or None, "steps": each.steps or None}
 
 
 def _saves_json(saves: Saving) -> dict[str, Any]:

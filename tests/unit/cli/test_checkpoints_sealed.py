@@ -176,8 +176,9 @@ def test_status_and_cancel_name_the_newest_of_the_programs_own(run, out):
     assert (newest.name, newest.step) == (str(out / "checkpoint-50"), 50)
     assert [one.step for one in skipped] == [150, 100]
     history = RunHistory.of([event_of(1.0, "sealed", 1, {"path": "/out/ckpt.pt"})])
-    said = _report("gpt", "7", history, asked=False, saves=False)
-    assert said == "cancelled job 7 of gpt; its newest registered checkpoint is /out/ckpt.pt"
+    said = _report(run, "7", history, asked=False, saves=False)
+    where = "its newest registered checkpoint is /out/ckpt.pt"
+    assert said == f"cancelled job 7 of {run.name}; {where}"
 
 
 def proved(raw):

@@ -99,6 +99,14 @@ def test_json_is_the_ledger_itself(story, capsys):
     assert out == story.run.events.read_text().splitlines()
 
 
+def test_json_of_a_line_with_half_a_character_is_text_all_the_same(story, capsys):
+    with story.run.events.open("ab") as file:
+        file.write(b'{"t": 1763700001.0, "kind": "mystery", "x": "\xed\xa0\x80"}\n')
+    code, out, _ = events("--json", "--kind", "mystery", capsys=capsys)
+    assert code == 0
+    assert json.loads(out[0])["kind"] == "mystery"
+
+
 def test_kinds_attempts_and_time_choose(story, capsys):
     assert words(events("--kind", "saved, attempt_ended", capsys=capsys)[1]) == [
         "saved step 30 (4.0 KiB in 100 ms)",

@@ -125,6 +125,12 @@ def test_tab_completes_the_names_of_runs(tmp_path, verb):
     assert completed(f"hpctrain {verb} lm", tmp_path) == ["lm-1", "lm-2"]
 
 
+def test_tab_completes_the_runs_of_the_folder_that_is_named(tmp_path):
+    Story(tmp_path / "runs" / "lm-1")
+    Story(tmp_path / "else" / "lm-2")
+    assert completed("hpctrain logs --runs else lm", tmp_path) == ["lm-2"]
+
+
 def test_tab_completes_settings(tmp_path):
     found = completed("hpctrain submit --set checkpoint.keep_l", tmp_path)
     assert found == ["checkpoint.keep_last="]

@@ -21,7 +21,7 @@ from hpctrain.core.base.records import JobInfo
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.ledger.run.attempt_files import LogFile, LogMark, mark_line, tail_offset, times_path
-from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.events import Tail, read
 from hpctrain.observe.logs import follow as log_follow
 from hpctrain.observe.logs.sections import LogSelection, Printer, Trouble, is_trouble
 from hpctrain.observe.status import reader
@@ -345,6 +345,21 @@ def test_a_time_of_day_is_the_last_one_that_has_been():
     assert parse_since("23:50:00", now) == now - 1200
 
 
+@pytest.mark.parametrize("today", ["2026-03-29", "2026-10-25"])
+def test_a_time_of_yesterday_is_by_the_clock_where_summer_time_begins_or_ends(today, monkeypatch):
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        now = datetime.fromisoformat(f"{today}T12:00").timestamp()
+        yesterday = f"{today[:-2]}{int(today[-2:]) - 1}"
+        for text in ("23:50", "23:50:00"):
+            assert parse_since(text, now) == parse_since(f"{yesterday}T23:50")
+        assert parse_since("4:15:30", now) == parse_since(f"{today}T04:15:30")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_a_time_with_a_zone_is_of_that_zone():
     assert parse_since("1970-01-01T01:00:00+01:00") == 0
     assert parse_since("1970-01-01T00:00:00Z") == 0
@@ -634,7 +649,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
     job = JobInfo("17", "PENDING", alive=True, reason="Resources", restarts=1, start_time=start)
     monkeypatch.setattr(reader, "ask", lambda *_: Answer(job))
     assert not watch.is_over()
-    follower = log_follow.Follower(printer, log_follow.LedgerTail(story.run), watch)
+    follower = log_follow.Follower(printer, Tail(story.run.events), watch)
     for _ in range(3):
         follower._show_and_wait()
     when = time.strftime("%H:%M:%S", time.localtime(start))

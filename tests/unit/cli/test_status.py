@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -666,6 +667,39 @@ def test_a_run_elsewhere_is_named_by_its_path_in_the_next_commands(runs, tmp_pat
     Story(tmp_path / "else" / "lm").submitted("local-1")
     _, out, _ = run("else/lm", capsys=capsys)
     assert f"hpctrain resume {tmp_path / 'else' / 'lm'}" in out
+
+
+def test_what_comes_next_can_be_typed_for_any_folder_and_any_name(runs, capsys):
+    story = Story(runs.parent / "my runs" / "a b").submitted("local-1")
+    story.started(1, "local-1").ended(1, "completed", "stop")
+    _, out, _ = run("a b", "--runs", "my runs", capsys=capsys)
+    following = [shlex.split(line) for line in out.splitlines() if line.startswith("  hpctrain ")]
+    assert [words[:-1] for words in following] == [
+        ["hpctrain", "logs"], ["hpctrain", "checkpoints", "list"]
+    ]  # fmt: skip
+    for words in following:
+        assert main(words[1:]) == 0, capsys.readouterr().err
+
+
+def test_a_process_that_proc_hides_does_not_hide_the_other_runs(runs, monkeypatch, capsys):
+    def hidden(pid: str) -> float | None:
+        raise PermissionError(13, "Permission denied", f"/proc/{pid}/stat")
+
+    Story(runs / "theirs").started(1, "pid-1", (os.uname().nodename,))
+    Story(runs / "lm")
+    monkeypatch.setattr(reader_module, "_process_start", hidden)
+    code, out, _ = run(capsys=capsys)
+    assert code == 0
+    assert "running?" in out
+    assert "no answer: pid-1 is another user's process" in out
+
+
+def test_a_tilde_in_the_folder_of_runs_is_the_home(runs, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(runs.parent))
+    Story(runs.parent / "mine" / "lm").submitted("local-1")
+    code, out, _ = run("--runs=~/mine", capsys=capsys)
+    assert code == 0
+    assert out.splitlines()[1].split()[0] == "lm"
 
 
 def test_the_header_says_how_long_a_run_has_waited_and_why(runs):

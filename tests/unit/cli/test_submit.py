@@ -141,7 +141,7 @@ def test_no_submit_makes_the_run_and_says_what_comes_next(work, capsys):
 def test_commands_that_come_next_name_another_folder_of_runs(work, capsys):
     main(["submit", "--cluster", "local", "--no-submit", "--runs", "else where", "--name", "mine"])
 
-    assert f"hpctrain status mine --runs '{work}/else where'\n" in capsys.readouterr().out
+    assert f"hpctrain status '{work}/else where/mine'\n" in capsys.readouterr().out
 
 
 def test_every_flag_reaches_the_spec_with_its_origin(work):

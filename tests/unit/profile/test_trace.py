@@ -61,6 +61,11 @@ def test_a_cpu_trace_is_divided_by_what_its_threads_do(tmp_path):
         lambda _whole: gzip.compress(b'{"events": []}'),
         lambda _whole: gzip.compress(json.dumps({"traceEvents": []}).encode()),
         lambda _whole: gzip.compress(b"[1, 2]"),
+        lambda _whole: gzip.compress(b'{"traceEvents": [1]}'),
+        lambda _whole: gzip.compress(b'{"traceEvents": [{"ph": "X"}]}'),
+        lambda _whole: gzip.compress(
+            b'{"traceEvents": [{"ph": "X", "name": "ProfilerStep#1", "ts": 1, "dur": 0}]}'
+        ),
     ],
 )
 def test_a_damaged_trace_is_one_line(tmp_path, damage):

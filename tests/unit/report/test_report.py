@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.core.base.text import amount
 from hpctrain.core.settings.schema import replaced
 from hpctrain.ledger.history.evaluations import EvaluationView
 from hpctrain.ledger.history.goodput import Goodput, TimeClass, TimeSlice, window
@@ -726,11 +727,11 @@ def test_without_a_screen_open_says_how_to_bring_the_page_home(runs, capsys):
 
 
 def test_a_figure_is_short_and_never_nan():
-    from hpctrain.observe.report.summary import figure, percent
+    from hpctrain.observe.report.summary import percent
 
-    assert figure(43_712.0, "tokens/s") == "43.7k tokens/s"
+    assert amount(43_712.0) == "43.7k"
     assert percent(0.0004) == "0.04 %"
-    assert (figure(math.nan), percent(math.inf)) == ("-", "-")
+    assert percent(math.inf) == "-"
 
 
 def test_a_program_that_reports_no_step_has_no_loss_of_time_and_one_line_for_what_is_not_there(

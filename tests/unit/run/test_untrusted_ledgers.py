@@ -17,13 +17,14 @@ from hpctrain.launch.live_job import live_job
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import interval
 from hpctrain.ledger.plan.decide import attempts_without_progress, over_budget
+from hpctrain.ledger.run.events import Tail
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.ledger.run.find_run import find_run, look_into
 from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.node.agent.end_writer import read_outcome
 from hpctrain.node.agent.ending import AttemptEnding
 from hpctrain.node.agent.notify import notification_of
-from hpctrain.observe.logs.follow import EndWatch, LedgerTail
+from hpctrain.observe.logs.follow import EndWatch
 from hpctrain.train.runtime.telemetry import run_age_s
 from tests.support.fuzzing import Faults, cases, chances, mutated
 from tests.support.ledger_runs import Story
@@ -158,7 +159,7 @@ def _login(run):
 
 def _follow(run):
     watch = EndWatch(run, None, lambda _text: None)
-    watch.add(LedgerTail(run).new())
+    watch.add(Tail(run.events, "few").new())
     watch.is_over()
 
 

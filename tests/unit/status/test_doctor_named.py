@@ -14,4 +14,4 @@ def test_a_failed_run_names_the_doctor_first(tmp_path):
 
     status = StatusReader(tmp_path).look(tale.run)
 
-    assert next_commands(status)[0] == f"hpctrain doctor lm-3{status.flags}"
+    assert next_commands(status)[0] == f"hpctrain doctor {tale.run.root}"
