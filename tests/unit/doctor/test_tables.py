@@ -86,7 +86,7 @@ def test_numbers_that_are_none_come_before_what_they_lead_to(other, monkeypatch)
 
 
 def test_what_explains_another_fault_is_all_tried():
-    assert len(EXPLAINS) == 10
+    assert len(EXPLAINS) == 11
     assert TABLE["explains"]["nan"] == ["gpu_assert", "fp16_overflow"]
 
 
