@@ -161,7 +161,7 @@ class Dependence:
         """What an assignment gives its name."""
         if definition.kind == "loop":
             counted = definition.place is not None and definition.place[:1] == (0,)
-            counted = counted and _counts(self.syntax, definition.value)
+            counted = counted and self._counts(definition.value)
             batches = is_loader(self.syntax, definition.value) and not counted
             return frozenset({BATCH}) if batches else NOTHING
         sources = self._part(definition.value, definition.place)
@@ -189,6 +189,16 @@ class Dependence:
                 if ways.count(barred) == 1:
                     return True
             child = around
+        return False
+
+    def _counts(self, node: ast.expr) -> bool:
+        """Whether `enumerate` is what a loop goes over, by itself or by a name."""
+        if isinstance(node, ast.Name) and len(values := self.values_at(node)) == 1:
+            node = values[0]
+        while isinstance(node, ast.Call) and node.args:
+            if last(self.syntax.dotted(node.func)) == "enumerate":
+                return True
+            node = node.args[0]
         return False
 
     def _of_returns(self, values: list[ast.expr]) -> _Returned:
@@ -441,15 +451,6 @@ def _of_word(name: str) -> frozenset[str]:
     if name in NAMES["local_names"]:
         return frozenset({LOCAL})
     return frozenset({RANK}) if name in NAMES["rank_names"] or name in MAIN_NAMES else NOTHING
-
-
-def _counts(syntax: ProgramSyntax, node: ast.expr) -> bool:
-    """Whether `enumerate` is what a loop goes over."""
-    while isinstance(node, ast.Call) and node.args:
-        if last(syntax.dotted(node.func)) == "enumerate":
-            return True
-        node = node.args[0]
-    return False
 
 
 def _is_plain(node: ast.AST) -> bool:
