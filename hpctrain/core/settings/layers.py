@@ -69,7 +69,7 @@ def read_toml(path: Path, *, shown: str | None = None) -> TomlFile:
     """
     shown = shown or str(path)
     try:
-        text = read_plain(path, MOST_BYTES).decode()
+        text = read_plain(path, MOST_BYTES).decode("utf-8-sig")
         values = parse_toml(text.replace("\r\n", "\n"))
     except FileNotFoundError:
         raise NotFound(f"{shown} is not there; check the path") from None
