@@ -191,15 +191,16 @@ class Dependence:
             child = around
         return False
 
-    def _counts(self, node: ast.expr) -> bool:
-        """Whether `enumerate` is what a loop goes over, by itself or by a name."""
-        if isinstance(node, ast.Name) and len(values := self.values_at(node)) == 1:
-            node = values[0]
-        while isinstance(node, ast.Call) and node.args:
-            if last(self.syntax.dotted(node.func)) == "enumerate":
-                return True
-            node = node.args[0]
-        return False
+    def _counts(self, node: ast.expr, names: int = 2) -> bool:
+        """Whether `enumerate` is what a loop goes over, by itself or through so many names."""
+        if isinstance(node, ast.Name):
+            return names > 0 and any(self._counts(one, names - 1) for one in self.values_at(node))
+        if isinstance(node, ast.IfExp):
+            return self._counts(node.body, names)
+        if not isinstance(node, ast.Call) or not node.args:
+            return False
+        is_counter = last(self.syntax.dotted(node.func)) == "enumerate"
+        return is_counter or self._counts(node.args[0], names)
 
     def _of_returns(self, values: list[ast.expr]) -> _Returned:
         """What a function returns: as a whole, and part by part where each return is a tuple."""
