@@ -389,10 +389,10 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[s
     return get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
 
 
-def did_you_mean(name: str, candidates: Iterable[str], otherwise: str, *, table: str = "") -> str:
-    """A hint: the nearest known name, behind that of its table; else what is given for none."""
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    """A hint: the nearest known name; else what is given for none."""
     near = nearest(name, candidates)
-    return f"did you mean {table}{near[0]}?" if near else otherwise
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def from_table(table: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, str]:
