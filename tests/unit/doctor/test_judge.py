@@ -418,3 +418,22 @@ def test_a_name_that_a_download_did_not_find_is_no_fault_of_the_ranks_meeting():
 
     assert (diagnosis.kind, diagnosis.rivals) == ("download", ())
     assert judge([log(TRACED.strip(), unknown)]).kind == "rendezvous"
+
+
+def test_the_first_error_of_a_group_of_exceptions_is_read():
+    group = [
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "/home/u/train.py", line 10, in <module>',
+        "  |     asyncio.run(main())",
+        "  | ExceptionGroup: many (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        "    | Traceback (most recent call last):",
+        '    |   File "/home/u/data.py", line 3, in fetch',
+        '    |     raise ValueError("bad shape")',
+        "    | ValueError: bad shape",
+        "    +------------------------------------",
+    ]
+
+    diagnosis = judge([log(*group)])
+
+    assert (diagnosis.kind, diagnosis.evidence[0].place) == ("code", "/home/u/data.py:3 in fetch")

@@ -129,6 +129,7 @@ PREFIXED = (
     "(Worker pid=12, ip=10.0.0.1) no",
     "10.0.0.1 [3] no",
     "stderr: no",
+    "  | ValueError: no",
     "100%|####| 3/3 [rank1]: no",
 )
 
