@@ -156,7 +156,14 @@ def _of_last_resort(case: _Case) -> Diagnosis:
 def _first(causes: Sequence[Sighting]) -> tuple[Sighting, tuple[Sighting, ...]]:
     """The first in time, and others of another kind that nothing puts behind it."""
     strong = [cause for cause in causes if not _is_weak(cause)]
-    open_ends = [one for one in causes if not any(other.precedes(one) for other in strong)]
+    open_ends = [
+        one
+        for one in causes
+        if not any(
+            other.precedes(one) and other.kind not in _EXPLAINS.get(one.kind, ())
+            for other in strong
+        )
+    ]
     first = _continued(min(open_ends or causes, key=_strength), causes)
     explained = _EXPLAINS.get(first.kind, ())
     rivals = {

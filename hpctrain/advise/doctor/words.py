@@ -77,15 +77,19 @@ def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
 
     Both are empty where the text has no sizes.
     """
-    sizes = {}
+    sizes, others = {}, list[int]()
     for name, pattern in _SIZES.items():
         matched = (filter(None, match.groups()) for match in pattern.finditer(text))
         each = [int(float(number) * _UNITS[unit]) for number, unit in matched]
-        sizes[name] = sum(each) if name == "others" else next(iter(each), 0)
+        sizes[name] = next(iter(each), 0)
+        others = each if name == "others" else others
     asked, capacity, used = sizes["asked"], sizes["capacity"], sizes["allocated"]
     if not asked or not capacity:
         return "", ()
     idle = sizes["unallocated"] or max(0, sizes["reserved"] - used)
+    # In a container torch takes itself for another process.
+    own = min((one for one in others if one >= used + idle), default=0)
+    sizes["others"] = sum(others) - own * (used + sum(others) > capacity)
     words = f"asked for {size(asked)} of {size(capacity)}"
     amounts = (used, idle, sizes["others"])
     for amount, what in zip(amounts, _MEMORY["words"], strict=True):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.core.base.text import count
+from hpctrain.core.settings.layers import did_you_mean
 from hpctrain.errors import UsageError
 from hpctrain.ledger.history.lineage import lineage
 from hpctrain.ledger.history.run_state import OVER
@@ -66,12 +67,9 @@ def chosen(names: Sequence[str]) -> list[DrillFault]:
     Raises:
         UsageError: there is no such fault.
     """
-    from difflib import get_close_matches
-
     for name in names:
         if name not in FAULTS:
-            near = get_close_matches(name, FAULTS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FAULTS)}"
+            hint = did_you_mean(name, FAULTS, f"there are {', '.join(FAULTS)}")
             raise UsageError(f"--faults: {name!r} is no fault of the drill; {hint}")
     return [fault for fault in FAULTS.values() if not names or fault.name in names]
 
@@ -213,14 +211,10 @@ def _preempted(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -
     lost = max(0, (met.last_step or 0) - (new.restored_step or 0))
     if lost:
         return DrillVerdict("broken", f"{count(lost, 'step')} lost, though it was told beforehand")
-    return (
-        _killed(planted, history, on_disk)
-        if met.last_step is None
-        else DrillVerdict(
-            "kept",
-            f"saved and left at step {met.last_step}, attempt {new.number} resumed from there",
-        )
-    )
+    if met.last_step is None:
+        return _killed(planted, history, on_disk)
+    kept = f"saved and left at step {met.last_step}, attempt {new.number} resumed from there"
+    return DrillVerdict("kept", kept)
 
 
 def _damaged(planted: Planted, history: RunHistory, _: frozenset[str]) -> DrillVerdict:

@@ -76,14 +76,10 @@ class Course:
                     verdict = self._one(fault)
                     tries += 1
                 yield DrillResult(fault, verdict, clock.monotonic() - began)
-        finally:
-            self.clean_up()
-
-    def clean_up(self) -> None:
-        """Disarm what was armed; what was stopped is continued by who stopped it."""
-        for fault in FAULTS.values():
-            if fault.armed:
-                (self.armed / fault.name).touch()
+        finally:  # disarm; what was stopped is continued by who stopped it
+            for fault in FAULTS.values():
+                if fault.armed:
+                    (self.armed / fault.name).touch()
 
     def _one(self, fault: DrillFault) -> DrillVerdict:
         try:

@@ -122,20 +122,10 @@ def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
 def _check_settings(text: str, path: str) -> list[LintFinding]:
     """HT708: what `hpctrain submit` itself would say of its settings file."""
     from hpctrain.core.settings.check import check
-    from hpctrain.core.settings.layers import (
-        TomlFile,
-        from_table,
-        from_toml,
-        key_lines,
-        parse_toml,
-        resolve,
-    )
+    from hpctrain.core.settings.layers import from_table, from_toml, resolve, toml_of
 
     try:
-        values = parse_toml(text.replace("\r\n", "\n"))
-        file = from_toml(
-            TomlFile(Path(path), path, values, key_lines(text)), name=path, top=("cluster", "site")
-        )
+        file = from_toml(toml_of(text, Path(path), path), name=path, top=("cluster", "site"))
         from_table(file.env, lambda key: file.layer.where("env", key))
         check(*resolve([file.layer]))
     except ValueError as error:

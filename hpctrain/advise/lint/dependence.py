@@ -161,7 +161,7 @@ class Dependence:
         """What an assignment gives its name."""
         if definition.kind == "loop":
             counted = definition.place is not None and definition.place[:1] == (0,)
-            counted = counted and _counts(self.syntax, definition.value)
+            counted = counted and self._counts(definition.value)
             batches = is_loader(self.syntax, definition.value) and not counted
             return frozenset({BATCH}) if batches else NOTHING
         sources = self._part(definition.value, definition.place)
@@ -190,6 +190,17 @@ class Dependence:
                     return True
             child = around
         return False
+
+    def _counts(self, node: ast.expr, names: int = 2) -> bool:
+        """Whether `enumerate` is what a loop goes over, by itself or through so many names."""
+        if isinstance(node, ast.Name):
+            return names > 0 and any(self._counts(one, names - 1) for one in self.values_at(node))
+        if isinstance(node, ast.IfExp):
+            return self._counts(node.body, names)
+        if not isinstance(node, ast.Call) or not node.args:
+            return False
+        is_counter = last(self.syntax.dotted(node.func)) == "enumerate"
+        return is_counter or self._counts(node.args[0], names)
 
     def _of_returns(self, values: list[ast.expr]) -> _Returned:
         """What a function returns: as a whole, and part by part where each return is a tuple."""
@@ -441,15 +452,6 @@ def _of_word(name: str) -> frozenset[str]:
     if name in NAMES["local_names"]:
         return frozenset({LOCAL})
     return frozenset({RANK}) if name in NAMES["rank_names"] or name in MAIN_NAMES else NOTHING
-
-
-def _counts(syntax: ProgramSyntax, node: ast.expr) -> bool:
-    """Whether `enumerate` is what a loop goes over."""
-    while isinstance(node, ast.Call) and node.args:
-        if last(syntax.dotted(node.func)) == "enumerate":
-            return True
-        node = node.args[0]
-    return False
 
 
 def _is_plain(node: ast.AST) -> bool:

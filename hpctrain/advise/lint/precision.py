@@ -70,11 +70,17 @@ def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
         if isinstance(parent := facts.syntax.parents[call], ast.Assign)
     }
     for call in facts.syntax.calls_to("clip_grad_norm_", root="torch.nn.utils"):
-        first = call.args[0] if call.args else None
-        if isinstance(first, ast.Call) and last_attribute(first) == "parameters":
-            model = owner_of(first)
-            if model in wrapped:
-                yield facts.finding("HT213", call, f"{model} is FSDP1's: its own clip_grad_norm_()")
+        model = _whose_parameters(call)
+        if model in wrapped:
+            yield facts.finding("HT213", call, f"{model} is FSDP1's: its own clip_grad_norm_()")
+
+
+def _whose_parameters(call: ast.Call) -> str:
+    """The model whose parameters() are a call's first argument, as it is written."""
+    first = call.args[0] if call.args else None
+    if not isinstance(first, ast.Call) or last_attribute(first) != "parameters":
+        return ""
+    return owner_of(first)
 
 
 def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -204,16 +210,12 @@ def _sharded_later(facts: ProgramFacts) -> Iterator[LintFinding]:
     if not shards or facts.mentions("param_groups"):
         return  # it may be given the new parameters by hand
     for call in facts.syntax.calls:
-        made = facts.syntax.parents[call]
-        first = call.args[0] if call.args else None
-        if not (
-            isinstance(made, ast.Assign)
-            and "opt" in ast.unparse(made.targets[0]).lower()
-            and isinstance(first, ast.Call)
-            and last_attribute(first) == "parameters"
-        ):
+        made, model = facts.syntax.parents[call], _whose_parameters(call)
+        is_optimizer = (
+            isinstance(made, ast.Assign) and "opt" in ast.unparse(made.targets[0]).lower()
+        )
+        if not is_optimizer or not model:
             continue
-        model = owner_of(first)
         later = [
             shard.lineno
             for shard in shards

@@ -68,14 +68,18 @@ class Row:
     way: Strategy  # the strategy
     batch: Batch | None  # what a rank is given; None where it cannot be had
     peak: Peak | None  # its fullest moment; by formula, or measured
-    fits: bool  # whether it does
-    why: str  # why not; or by how much
+    why: str  # why it does not fit; or by how much it does
     traffic: Traffic | None = None  # of a step
     time: StepTime | None = None  # of a step
     host: int = 0  # bytes of a node's own memory that offloaded state takes
     measured: int | None = None  # the exact peak of tensors, bytes; None where it was not measured
     is_held: bool = False  # whether a GPU's memory holds it, in hpctrain's or another engine
     may_fit: bool = False  # whether it fits if the plan's error is in its favour; not if it fits
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does, and may be taken."""
+        return self.is_held and not self.way.aside
 
 
 def row_of(asked: PlanRequest, way: Strategy) -> Row:
@@ -85,7 +89,7 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
         UsageError: the batch cannot be shared by its ranks.
     """
     if way.impossible:
-        return Row(way, None, None, fits=False, why=way.impossible)
+        return Row(way, None, None, way.impossible)
     ways = [(batch, each) for batch in _tried(asked, way) for each in _reducing(way, batch)]
     peaks = [(batch, each, peak(asked.model, batch, each.layout)) for batch, each in ways]
     fitting = [tried for tried in peaks if tried[2].needed <= asked.gpu.memory]
@@ -106,7 +110,6 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
         way,
         batch,
         most,
-        fits=over <= 0 and is_held and not way.aside,
         why=why + of_host if way.elsewhere or not way.aside else way.aside,
         traffic=traffic,
         time=time,
@@ -418,7 +421,7 @@ def rows_of(asked: PlanRequest) -> list[Row]:
             rows.append(row_of(asked, way))
         except UsageError as error:
             refused.append(error)
-            rows.append(Row(way, None, None, fits=False, why=str(error)))
+            rows.append(Row(way, None, None, str(error)))
     possible = [row for row in rows if row.batch is not None and not row.way.aside]
     if refused and not possible:
         raise refused[-1] if asked.cluster.ranks == 1 else refused[1]  # the first is for one GPU

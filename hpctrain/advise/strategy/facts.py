@@ -117,7 +117,8 @@ def of_config(config: Mapping[str, Any], where: str) -> ModelFacts:
 def _llama(config: Mapping[str, Any], where: str, family: str) -> ModelFacts:
     size = _Sizes(config, where)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    head_dim = size("head_dim", default=_per_head(hidden, heads, where))
+    is_given = config.get("head_dim") is not None
+    head_dim = size("head_dim") if is_given else _per_head(hidden, heads, where)
     kv_heads = size("num_key_value_heads", default=heads)
     inner, vocab = size("intermediate_size"), size("vocab_size")
     experts = size("num_local_experts") if family == MOE else 0
@@ -125,11 +126,15 @@ def _llama(config: Mapping[str, Any], where: str, family: str) -> ModelFacts:
     attention = 2 * hidden * query + 2 * hidden * key
     expert_params = experts * 3 * hidden * inner
     mlp = expert_params + hidden * experts if experts else 3 * hidden * inner
-    extra = 2 * hidden
-    if config["model_type"] == "qwen2":
+    extra, kind = 2 * hidden, config["model_type"]
+    if kind == "qwen2":
         extra += query + 2 * key
-    if config["model_type"] == "qwen3":
+    if kind == "qwen3":
         extra += 2 * head_dim
+    if kind in {"llama", "qwen3"} and config.get("attention_bias") is True:
+        extra += query + 2 * key + hidden
+    if kind == "llama" and config.get("mlp_bias") is True:
+        extra += 2 * inner + hidden
     tied = config.get("tie_word_embeddings", False) is True
     return ModelFacts(
         name=_name(config, where),

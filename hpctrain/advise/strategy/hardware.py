@@ -72,17 +72,11 @@ def find_gpu(name: str) -> list[str]:
     """
     if name.lower() in GPUS:
         return [name.lower()]
-    words = set(re.findall(r"(?<![a-z])[a-z]+\d+[a-z]*|(?<!\d)\d+gb|pcie|nvl|sxm", _spelled(name)))
+    spelled = re.sub(r"(?<!\d)(\d+)\s*gb", r"\1gb", name.lower().replace("-", " "))
+    words = set(re.findall(r"(?<![a-z])[a-z]+\d+[a-z]*|(?<!\d)\d+gb|pcie|nvl|sxm", spelled))
     words -= {"hbm2", "hbm2e", "hbm3", "hbm3e"}  # the driver names the memory: H100 80GB HBM3
-    return [key for key, gpu in GPUS.items() if words and words <= _words(key, gpu)]
-
-
-def _words(key: str, gpu: Accelerator) -> set[str]:
-    return {*key.split("-"), f"{gpu.sold_gb}gb"}
-
-
-def _spelled(name: str) -> str:
-    return re.sub(r"(?<!\d)(\d+)\s*gb", r"\1gb", name.lower().replace("-", " "))
+    own = {key: {*key.split("-"), f"{gpu.sold_gb}gb"} for key, gpu in GPUS.items()}
+    return [key for key in GPUS if words and words <= own[key]]
 
 
 def _agreed(name: str, memory: int, gpus: list[Accelerator]) -> Accelerator:

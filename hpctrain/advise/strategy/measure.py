@@ -129,20 +129,18 @@ def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
     if answer is None:
         return row
     if "error" in answer:
-        return replace(row, fits=False, why=f"not measured: {answer['error']}")
+        return replace(row, is_held=False, why=f"not measured: {answer['error']}")
     assert row.peak is not None  # noqa: S101 - what has a batch has one
     peak = int(answer["peak"])
     over, may_fit = excess(asked.gpu, peak, row.peak.allowance, 0.0)
     why = f"{gigabytes(over)} over {asked.gpu.shown}" if over > 0 else f"{gigabytes(-over)} free"
     if may_fit:
         why = f"may fit: {why} with allowances"
-    aside = row.way.aside
     is_held, of_host = on_host(row.host, asked.cluster.memory)
     return replace(
         row,
         measured=peak,
-        fits=over <= 0 and is_held and not aside,
         is_held=over <= 0 and is_held,
         may_fit=may_fit and is_held,
-        why=aside or f"{why}, measured{of_host}",
+        why=row.way.aside or f"{why}, measured{of_host}",
     )

@@ -53,24 +53,19 @@ def shown_rows(plan: StrategyPlan, *, compare: bool) -> list[Row]:
     """All; or those up to the chosen one, and all that do not offload before one that does."""
     if compare:
         return plan.rows
+    if plan.chosen is None:  # all that is worth a look
+        wanted = bool(plan.asked.lora)
+        return [r for r in plan.rows if wanted or not r.way.layout.lora or r.is_held or r.may_fit]
     considered = [
         row
         for row in plan.rows
         if (not row.way.layout.lora or plan.asked.lora) and not row.way.elsewhere
     ]
-    if plan.chosen is None or plan.chosen not in considered:
-        considered = (
-            considered if plan.chosen else [row for row in plan.rows if _is_near(plan, row)]
-        )
-        return considered if plan.chosen is None else [*considered, plan.chosen]
+    if plan.chosen not in considered:
+        return [*considered, plan.chosen]
     if plan.chosen.way.layout.offload:
         return considered
     return considered[: considered.index(plan.chosen) + 1]
-
-
-def _is_near(plan: StrategyPlan, row: Row) -> bool:
-    """Return whether a row is worth a look where nothing fits."""
-    return not row.way.layout.lora or bool(plan.asked.lora) or row.is_held or row.may_fit
 
 
 def cells(row: Row, plan: StrategyPlan) -> tuple[str, ...]:
@@ -157,13 +152,10 @@ def _step(row: Row) -> str:
     assert time is not None  # noqa: S101 - a chosen row has one
     if time.seconds is None:
         return time.basis
-    assert time.compute_s is not None  # noqa: S101 - both are known where the sum is
-    assert time.traffic_s is not None  # noqa: S101 - the same
-    assert time.least_s is not None  # noqa: S101 - the same
-    assert time.most_s is not None  # noqa: S101 - the same
+    spans = (time.seconds, time.least_s, time.most_s, time.compute_s, time.traffic_s)
+    step, least, most, products, traffic = (step_time(each or 0.0) for each in spans)
     return (
-        f"{step_time(time.seconds)} ({step_time(time.least_s)} to {step_time(time.most_s)}): "
-        f"products {step_time(time.compute_s)}, traffic {step_time(time.traffic_s)} beside them; "
+        f"{step} ({least} to {most}): products {products}, traffic {traffic} beside them; "
         f"{time.basis}"
     )
 

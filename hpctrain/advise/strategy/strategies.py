@@ -61,7 +61,7 @@ class Strategy:
 def candidates(model: ModelFacts, cluster: Machines, *, low: int = 2) -> list[Strategy]:
     """Every way that trains all weights, the simplest first."""
     plain = [*_copied(cluster, low), *_sharded(cluster, low)]
-    kept = [_selecting(way) for way in plain if _is_plain(way)]
+    kept = [_changed(way, "selective", selective="products") for way in plain if _is_plain(way)]
     again = [_recomputing(way) for way in plain]
     cut = list(_cut(model, cluster, low))
     piped = list(_piped(model, cluster, low))
@@ -113,14 +113,8 @@ def _is_plain(way: Strategy) -> bool:
 
 
 def _elsewhere(way: Strategy, name: str, what: str, **layout: Any) -> Strategy:
-    return replace(
-        way,
-        key=f"{way.key}+{name}",
-        title=f"{way.title}, {name}",
-        layout=replace(way.layout, **layout),
-        aside=f"another engine's: {what}",
-        elsewhere=what,
-    )
+    way = _changed(way, name, **layout)
+    return replace(way, aside=f"another engine's: {what}", elsewhere=what)
 
 
 def adapted(
@@ -149,14 +143,14 @@ def _adapting(model: ModelFacts, way: Strategy, rank: int, *, asked: bool) -> St
     )
 
 
-def _selecting(way: Strategy) -> Strategy:
-    layout = replace(way.layout, selective="products")
-    return replace(way, key=f"{way.key}+selective", title=f"{way.title}, selective", layout=layout)
+def _changed(way: Strategy, name: str, **layout: Any) -> Strategy:
+    """Return a way with another layout, and a name behind its key and title."""
+    changed = replace(way.layout, **layout)
+    return replace(way, key=f"{way.key}+{name}", title=f"{way.title}, {name}", layout=changed)
 
 
 def _recomputing(way: Strategy) -> Strategy:
-    layout = replace(way.layout, recompute=True)
-    return replace(way, key=f"{way.key}+recompute", title=f"{way.title}, recompute", layout=layout)
+    return _changed(way, "recompute", recompute=True)
 
 
 def _copied(cluster: Machines, low: int) -> Iterator[Strategy]:
@@ -200,10 +194,7 @@ def _offloaded(ways: list[Strategy]) -> Iterator[Strategy]:
     """What shards everything may rest on the host; only with blocks computed again, as before."""
     for way in ways:
         if way.layout.kind in {"fsdp2", "zero3"} and way.layout.reshard and way.layout.copies == 1:
-            layout = replace(way.layout, offload=True)
-            yield replace(
-                way, key=f"{way.key}+offload", title=f"{way.title}, offload", layout=layout
-            )
+            yield _changed(way, "offload", offload=True)
 
 
 def _piped(model: ModelFacts, cluster: Machines, low: int) -> Iterator[Strategy]:

@@ -31,16 +31,14 @@ MOST_OPERATIONS = 4 / 3
 published runs with recomputation may come from better tuned programs than those without."""
 
 
-def kind_of(layout: Spread | None) -> str:
+def kind_of(layout: Spread) -> str:
     """Return the kind of run: "plain", "half", "full", or "tp" where matrices are cut."""
-    if layout is None:
-        return "plain"
     if layout.tp > 1:
         return "tp"
     return "full" if layout.recompute else "half" if layout.selective == "half" else "plain"
 
 
-def share_of(family: str, layout: Spread | None) -> tuple[float, str]:
+def share_of(family: str, layout: Spread) -> tuple[float, str]:
     """Return the share of the peak for a kind of run, and the family of GPUs that it is known of.
 
     Where no such run was published, that of the GPU with the same compute counts; else the GPU's
@@ -215,11 +213,7 @@ def _to_host(params: float, batch: Batch, layout: Spread) -> float:
 
 
 def step_time(
-    work: float,
-    traffic: Traffic,
-    gpu: Accelerator,
-    links: Links,
-    layout: Spread | None = None,
+    work: float, traffic: Traffic, gpu: Accelerator, links: Links, layout: Spread
 ) -> StepTime:
     """Compute a step's time; not known if the GPU's peak or the rate of a used link is not.
 
@@ -232,7 +226,7 @@ def step_time(
         (traffic.host, links.host, "to the host (--host-gbs)"),
     )
     # A ring over nodes is as slow as what leaves them: its part in a node need not be known.
-    slow = traffic.between and (layout is None or layout.tp == 1)
+    slow = traffic.between and layout.tp == 1
     missing = [f"the rate between {place}" if place == "nodes" else f"the rate {place}"
                for nbytes, rate, place in sides
                if nbytes and not rate and not (slow and place == "in a node")]  # fmt: skip

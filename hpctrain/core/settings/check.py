@@ -12,7 +12,6 @@ tests/unit/plan/test_mesh.py.
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from dataclasses import replace
@@ -23,7 +22,7 @@ from hpctrain.core.base.text import hms
 from hpctrain.core.settings import external
 from hpctrain.core.settings.external import names_of
 from hpctrain.core.settings.fields import fault, keys_of
-from hpctrain.core.settings.layers import Chosen, did_you_mean
+from hpctrain.core.settings.layers import Chosen, did_you_mean, nearest
 from hpctrain.core.settings.schema import OF_EVALUATION, sections, value_at
 from hpctrain.errors import UsageError
 
@@ -263,11 +262,9 @@ def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
     _check_notify(settings, origins)
     for name in settings.track.loggers:
         if name not in BUILT_IN and _OWN.fullmatch(name) is None:
-            near = difflib.get_close_matches(name, [*BUILT_IN, "tensorboard"], n=1)
-            if near == ["tensorboard"]:
+            hint = did_you_mean(name, BUILT_IN, "e.g. mypackage.mymodule:make")
+            if nearest(name.lower(), ["tensorboard"]):
                 hint = "TensorBoard's files are always written, it needs no entry"
-            else:
-                hint = f"did you mean {near[0]}?" if near else "e.g. mypackage.mymodule:make"
             where = _named("track.loggers", origins)
             raise UsageError(f'{where} has "{name}"; it takes wandb or module:name; {hint}')
 
@@ -276,11 +273,8 @@ def _check_notify(settings: Settings, origins: Mapping[str, str]) -> None:
     notify = settings.notify
     for name in notify.on:
         if name not in NEWS:
-            near = difflib.get_close_matches(name, NEWS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(
-                f'{_named("notify.on", origins)} has "{name}"; it takes {", ".join(NEWS)}{hint}'
-            )
+            hint = did_you_mean(name, NEWS, f"it takes {', '.join(NEWS)}")
+            raise UsageError(f'{_named("notify.on", origins)} has "{name}"; {hint}')
     try:
         shlex.split(notify.command)
     except ValueError as error:

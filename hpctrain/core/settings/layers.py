@@ -69,8 +69,7 @@ def read_toml(path: Path, *, shown: str | None = None) -> TomlFile:
     """
     shown = shown or str(path)
     try:
-        text = read_plain(path, MOST_BYTES).decode()
-        values = parse_toml(text.replace("\r\n", "\n"))
+        return toml_of(read_plain(path, MOST_BYTES).decode("utf-8-sig"), path, shown)
     except FileNotFoundError:
         raise NotFound(f"{shown} is not there; check the path") from None
     except OSError as error:
@@ -79,7 +78,11 @@ def read_toml(path: Path, *, shown: str | None = None) -> TomlFile:
         raise UsageError(f"{shown} is not UTF-8 text: {error.reason}; save it as UTF-8") from None
     except ValueError as error:
         raise UsageError(f"{shown} is not valid TOML: {error}") from None
-    return TomlFile(path, shown, values, key_lines(text))
+
+
+def toml_of(text: str, path: Path, shown: str) -> TomlFile:
+    """The same of a text; ValueError where it is not TOML."""
+    return TomlFile(path, shown, parse_toml(text.replace("\r\n", "\n")), key_lines(text))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -389,10 +392,10 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[s
     return get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
 
 
-def did_you_mean(name: str, candidates: Iterable[str], otherwise: str, *, table: str = "") -> str:
-    """A hint: the nearest known name, behind that of its table; else what is given for none."""
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    """A hint: the nearest known name; else what is given for none."""
     near = nearest(name, candidates)
-    return f"did you mean {table}{near[0]}?" if near else otherwise
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def from_table(table: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, str]:

@@ -407,3 +407,33 @@ def test_a_state_saved_through_ddps_wrapper_gets_advice_of_its_own():
     assert diagnosis.kind == "checkpoint"
     assert "save and load `model.module`" in diagnosis.do[0]
     assert not [step for step in diagnosis.do if "ZeRO" in step]
+
+
+def test_a_name_that_a_download_did_not_find_is_no_fault_of_the_ranks_meeting():
+    unknown = "socket.gaierror: [Errno -2] Name or service not known"
+    offline = "OSError: We couldn't connect to 'https://huggingface.co' to load the files"
+    chained = "The above exception was the direct cause of the following exception:"
+
+    diagnosis = judge([log(TRACED.strip(), unknown, "", chained, "", TRACED.strip(), offline)])
+
+    assert (diagnosis.kind, diagnosis.rivals) == ("download", ())
+    assert judge([log(TRACED.strip(), unknown)]).kind == "rendezvous"
+
+
+def test_the_first_error_of_a_group_of_exceptions_is_read():
+    group = [
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "/home/u/train.py", line 10, in <module>',
+        "  |     asyncio.run(main())",
+        "  | ExceptionGroup: many (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        "    | Traceback (most recent call last):",
+        '    |   File "/home/u/data.py", line 3, in fetch',
+        '    |     raise ValueError("bad shape")',
+        "    | ValueError: bad shape",
+        "    +------------------------------------",
+    ]
+
+    diagnosis = judge([log(*group)])
+
+    assert (diagnosis.kind, diagnosis.evidence[0].place) == ("code", "/home/u/data.py:3 in fetch")

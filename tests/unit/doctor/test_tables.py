@@ -86,7 +86,7 @@ def test_numbers_that_are_none_come_before_what_they_lead_to(other, monkeypatch)
 
 
 def test_what_explains_another_fault_is_all_tried():
-    assert len(EXPLAINS) == 10
+    assert len(EXPLAINS) == 11
     assert TABLE["explains"]["nan"] == ["gpu_assert", "fp16_overflow"]
 
 
@@ -129,6 +129,7 @@ PREFIXED = (
     "(Worker pid=12, ip=10.0.0.1) no",
     "10.0.0.1 [3] no",
     "stderr: no",
+    "  | ValueError: no",
     "100%|####| 3/3 [rank1]: no",
 )
 

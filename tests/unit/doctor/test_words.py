@@ -47,6 +47,16 @@ def test_older_wordings_tell_what_is_reserved_in_all():
     assert "19.0 GiB reserved but not in use: fragmentation" in words
 
 
+def test_in_a_container_torch_takes_itself_for_another_process():
+    assert gpu_memory(NEW.format(2, 39.9, 38, 1))[0].endswith("1.0 GiB reserved but not in use")
+    shared = NEW.format(2, 25, 23, 1).replace("Of the", "Process 8 has 14.00 GiB memory in use. Of")
+
+    words, do = gpu_memory(shared)
+
+    assert "14.0 GiB held by other processes" in words
+    assert "other processes" in do[0]
+
+
 def test_a_line_without_sizes_says_nothing():
     assert gpu_memory("CUDA out of memory.") == ("", ())
 

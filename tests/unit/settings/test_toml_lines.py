@@ -139,3 +139,12 @@ def test_what_no_program_could_hold_is_refused_in_one_line(tmp_path, text, why):
     with pytest.raises(UsageError, match=why) as refused:
         read_toml(tmp_path / "x.toml")
     assert len(str(refused.value)) < 300
+
+
+def test_a_file_that_windows_saved_is_read(tmp_path):
+    (tmp_path / "hpctrain.toml").write_bytes(b"\xef\xbb\xbf[slurm]\r\nnodes = 2\r\n")
+
+    file = read_toml(tmp_path / "hpctrain.toml")
+
+    assert file.values == {"slurm": {"nodes": 2}}
+    assert file.where("slurm", "nodes").endswith("hpctrain.toml:2")

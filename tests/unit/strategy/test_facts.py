@@ -37,6 +37,29 @@ def test_parameters_are_those_that_are_published(config, params):
     assert of_config(config, "here").params == params
 
 
+SMALL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "params"),
+    [
+        ({}, 108_992),
+        ({"attention_bias": True}, 109_568),
+        ({"mlp_bias": True}, 109_760),
+        ({"model_type": "qwen3", "head_dim": 128, "attention_bias": True}, 371_072),
+        (
+            {"model_type": "mistral", "hidden_size": 60, "num_attention_heads": 8, "head_dim": 16},
+            125_220,
+        ),
+    ],
+)
+def test_biases_and_heads_of_another_width_are_counted_as_transformers_makes_them(change, params):
+    assert of_config(SMALL | change, "here").params == params
+
+
 def test_of_experts_a_token_meets_those_it_is_sent_to():
     mixtral = of_config(MIXTRAL, "here")
 

@@ -98,8 +98,10 @@ def test_the_longer_of_products_and_traffic_counts():
     traffic = traffic_of_step(LLAMA, BATCH, way(shards=16), Machines(2, 8))
     flops = flops_of_step(LLAMA, BATCH, way(shards=16))
 
-    fast, slow = (step_time(flops, traffic, GPU, Links(1e12, rate)) for rate in (1e12, 1e9))
-    share, _ = share_of("", None)
+    fast, slow = (
+        step_time(flops, traffic, GPU, Links(1e12, rate), Spread()) for rate in (1e12, 1e9)
+    )
+    share, _ = share_of("", Spread())
     assert fast.seconds == fast.compute_s == pytest.approx(flops / (300e12 * share))
     assert fast.least_s < fast.seconds < fast.most_s
     assert slow.least_s == slow.seconds, "no program sends faster than its link"
@@ -118,7 +120,7 @@ def test_the_longer_of_products_and_traffic_counts():
 def test_what_is_not_known_is_said(gpu, links, basis):
     traffic = traffic_of_step(LLAMA, BATCH, way(shards=16), Machines(2, 8))
 
-    time = step_time(1e15, traffic, gpu, links)
+    time = step_time(1e15, traffic, gpu, links, Spread())
 
     assert time.seconds is None
     assert basis in time.basis
@@ -144,10 +146,10 @@ def test_what_is_offloaded_travels_to_the_host_and_its_rate_is_asked_for():
         away = way(kind, shards=16, offload=True)
         sent = traffic_of_step(LLAMA, batch, away, Machines(2, 8))
         assert sent.host == pytest.approx(nbytes * LLAMA.params / 16)
-        unknown = step_time(1.0, sent, GPU, Links(1e9, 1e9))
+        unknown = step_time(1.0, sent, GPU, Links(1e9, 1e9), Spread())
         assert unknown.seconds is None
         assert unknown.basis == "not known: the rate to the host (--host-gbs)"
-        known = step_time(1.0, sent, GPU, Links(1e9, 1e9, 1e9))
+        known = step_time(1.0, sent, GPU, Links(1e9, 1e9, 1e9), Spread())
         assert known.traffic_s == pytest.approx(sent.nbytes / 1e9)
         assert "the host's own update of the weights is not in it" in known.basis
 
