@@ -241,7 +241,7 @@ def _of_directory(source: Path) -> str:
         return "dcp"
     if manifests.MANIFEST_NAME in there:
         return "hpctrain"
-    if "latest" in there or any(name.endswith("_model_states.pt") for name in there):
+    if (source / "latest").is_file() or any(name.endswith("_model_states.pt") for name in there):
         return "deepspeed"
     if any(name.endswith(".safetensors") for name in there):
         return "safetensors"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 STEM = "model"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = STEM + INDEX_SUFFIX
+WHOLE = f"{STEM}.safetensors"
 STATE_KEY = "hpctrain"
 """In the first file of an export of everything: the rest of the manifest. Names are ours then."""
 MAX_HEADER = 100_000_000
@@ -148,7 +149,7 @@ def _short(text: object) -> str:
 
 def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in SAFETENSORS:
+    if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype}, which is not known here")
     if not all(type(number) is int and number >= 0 for number in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or an offset that is no whole number")
@@ -346,8 +347,8 @@ def files(source: Path) -> list[Path]:
     index = _index(source)
     if index is not None:
         return _listed(index)
-    whole = source / f"{STEM}.safetensors"  # others may lie beside it, as consolidated.safetensors
-    files = [whole] if whole.is_file() else sorted(source.glob("*.safetensors"))
+    whole = source / WHOLE  # others may lie beside it, as consolidated.safetensors
+    files = [whole] if whole.is_file() else sorted(source.glob("[!.]*.safetensors"))
     if not files:
         raise CheckpointError(f"{source} has no *.safetensors in it")
     return files
@@ -359,6 +360,11 @@ def _index(source: Path) -> Path | None:
     indexes = sorted(source.glob(f"*{INDEX_SUFFIX}"))
     if len(indexes) > 1:
         raise CheckpointError(f"{source} has {len(indexes)} indices; name the one that is meant")
+    if indexes and (source / WHOLE).is_file() and WHOLE not in _weight_map(indexes[0]).values():
+        raise CheckpointError(
+            f"{source} has {WHOLE} and {indexes[0].name}, which names other files; move one of "
+            "them away, or name the one that is meant"
+        )
     return indexes[0] if indexes else None
 
 

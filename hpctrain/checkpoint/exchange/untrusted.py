@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.exchange.contents import Bytes
 
 
-_GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported (?:class|global):?) ([A-Za-z_][\w.]*)")
+_GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported class:?) ([A-Za-z_][\w.]*)")
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): word for dtype, word in DTYPES.items()}
 
 

@@ -453,7 +453,7 @@ def proves_itself(path: Path, on_bytes: Callable[[int], object] | None = None) -
         OSError: it cannot be read.
     """
     with _open(path) as file:
-        return file.read(len(_ZIP)) == _ZIP and _zip_problem(file, on_bytes) is None
+        return file.read(len(_ZIP)) == _ZIP and not _zip_problem(file, on_bytes, proof=True)
 
 
 def cut(path: Path, on_bytes: Callable[[int], object] | None = None) -> str | None:
@@ -464,17 +464,24 @@ def cut(path: Path, on_bytes: Callable[[int], object] | None = None) -> str | No
     """
     with _open(path) as file:
         if file.read(len(_ZIP)) == _ZIP:
-            return _zip_problem(file, on_bytes)
+            return _zip_problem(file, on_bytes, proof=False)
         if path.name.endswith(_SAFETENSORS):
             return _safetensors_problem(file)
     return None
 
 
-def _zip_problem(file: BufferedReader, on_bytes: Callable[[int], object] | None) -> str | None:
+def _zip_problem(
+    file: BufferedReader, on_bytes: Callable[[int], object] | None, *, proof: bool
+) -> str | None:
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
+                # torch.serialization.set_crc32_options(False) leaves out every CRC.
+                if not member.CRC and member.file_size:
+                    if proof:
+                        return f"{member.filename} has no CRC"
+                    continue
                 with archive.open(member) as content:
                     while part := content.read(READ_BYTES):
                         if on_bytes is not None:
