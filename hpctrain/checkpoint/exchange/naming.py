@@ -159,6 +159,20 @@ class _StateFinder:
         if section is None:
             return []
         leaves = [replace(leaf, path=leaf.path[1:]) for leaf in self._under(section)]
+        named = self._named_state(leaves)
+        if self._left_out:
+            listed = some(sorted(self._left_out))
+            self.notes.append(f"left out of the optimizer's state, since no tensors: {listed}")
+        weights = {entry.name for entry in self._weights}
+        unknown = [entry.name for entry in named if entry.name not in weights]
+        if unknown:
+            raise CheckpointError(
+                f"{self._contents.source} has optimizer state for {unknown[0]}, and no weights of "
+                "that name; take the weights alone with --what model"
+            )
+        return named
+
+    def _named_state(self, leaves: Sequence[NestedValue]) -> list[_Named]:
         by_number: list[NestedValue] = []
         named: list[_Named] = []
         for leaf in leaves:
@@ -178,16 +192,6 @@ class _StateFinder:
                     continue
         if by_number:
             self._take_numbered(named, leaves, by_number)
-        if self._left_out:
-            listed = some(sorted(self._left_out))
-            self.notes.append(f"left out of the optimizer's state, since no tensors: {listed}")
-        weights = {entry.name for entry in self._weights}
-        unknown = [entry.name for entry in named if entry.name not in weights]
-        if unknown:
-            raise CheckpointError(
-                f"{self._contents.source} has optimizer state for {unknown[0]}, and no weights of "
-                "that name; take the weights alone with --what model"
-            )
         return named
 
     def _take_numbered(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections
 import io
-import argparse
 import json
 import os
 import pickle
