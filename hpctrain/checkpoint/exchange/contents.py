@@ -4,8 +4,7 @@
 while it is read.
 
 Everything here goes tensor by tensor, so that memory holds the largest tensor, not the checkpoint.
-No torch: weights can be exported where there is none. The promises are held by
-tests/unit/checkpoint/exchange/test_exchange_export.py and test_exchange_import.py.
+No torch: weights can be exported where there is none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Import from a directory of torch.distributed.checkpoint, of any number of ranks.
-
-The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py and
-test_exchange_untrusted.py.
-"""
+"""Import from a directory of torch.distributed.checkpoint, of any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A checkpoint from a source of any known format: detected, opened, written, compared, published.
 
 An import takes an attempt of the run, as training does: if the run starts meanwhile, the import is
-the older attempt and may not publish. The promises are held by
-tests/unit/checkpoint/exchange/test_exchange_import.py and test_untrusted_sources.py.
+the older attempt and may not publish.
 """
 
 from __future__ import annotations

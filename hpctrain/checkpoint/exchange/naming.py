@@ -1,7 +1,7 @@
 """Other programs' names of tensors made ours: `model.<name>` and `optim.<name>.<what>`.
 
 A number counts only where it is certain whose it is: two weights of one shape, swapped, would train
-on without a word. The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py.
+on without a word.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Safetensors files and Hugging Face folders: import, export, and what lies beside the weights.
 
-Headers, indices and configs are read with distrust. No torch. The promises are held by
-test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py in
-tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and tests/engines/test_adapters.py.
+Headers, indices and configs are read with distrust. No torch.
 """
 
 from __future__ import annotations

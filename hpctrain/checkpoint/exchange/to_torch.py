@@ -1,7 +1,6 @@
 """Export as one file that `torch.load(weights_only=True)` opens.
 
 Written as torch.save would, but tensor by tensor: torch.save wants all of them in memory at once.
-The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A pickle is a program. `.metadata` of a torch DCP checkpoint, which torch itself reads with plain
 pickle, is read here with a list of the names that it may use, each of which becomes an inert record
-of ours. The promises are held by tests/unit/checkpoint/exchange/test_exchange_untrusted.py and
-test_exchange_import.py.
+of ours.
 """
 
 from __future__ import annotations

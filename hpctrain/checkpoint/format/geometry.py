@@ -26,8 +26,7 @@ counts (2, 3), strides (6, 1) in the chunk and (3, 1) in the box, from 8 to 0.
 `my_part` answers what a save asks: which part of what several ranks hold alike does this one write?
 All replicas compute the same cuts from the same boxes, so nothing is exchanged.
 
-No file is touched here. The promises are held by tests/unit/checkpoint/test_overlap.py and
-test_spread.py.
+No file is touched here.
 """
 
 from __future__ import annotations

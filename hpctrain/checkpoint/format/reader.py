@@ -2,8 +2,6 @@
 
 `CheckpointSource.read` fills memory from the checkpoint's files. Bytes go straight from the file to
 where they are wanted, and each block is digested while it is still in the cache.
-
-The promises are held by tests/unit/checkpoint/test_reader.py and test_damage.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ of a second. On disk it is a safetensors file of 1-D columns, each in the narrow
 it, under another suffix than the shards', so that nobody takes it for weights: `index.py` knows
 which.
 
-The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format_3.py,
-and docs/development/checkpoint-format.md describes it.
+docs/development/checkpoint-format.md describes the file.
 """
 
 from __future__ import annotations

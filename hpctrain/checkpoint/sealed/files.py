@@ -13,9 +13,7 @@ but what it names lies below the path that it seals.
 Others may write where a program saves, and what it loads is often run (a pickle). So only ordinary
 files of this user's are sealed, and no link is followed below the path that is sealed. Of a run
 that its group shares, files may be anybody's. A zip archive (`torch.save`, `numpy.savez`) proves
-every byte by CRCs; a safetensors file can only show that it is cut. Nothing is unpickled. The
-promises are held by test_seal_manifest.py, test_resume.py and test_proof.py in
-tests/unit/checkpoint/sealed.
+every byte by CRCs; a safetensors file can only show that it is cut. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A pattern is absolute, or relative to the program's working directory and to the run's `output`.
 Without a wildcard each save writes over the same path; with one each has a name of its own, and the
-step is among the digits that the wildcards stand for. tests/unit/checkpoint/sealed/test_patterns.py
-holds the promises.
+step is among the digits that the wildcards stand for.
 """
 
 from __future__ import annotations

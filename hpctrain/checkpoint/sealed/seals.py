@@ -2,7 +2,7 @@
 
 A seal is staged beside the others, with its copy where it has one, flushed, and renamed under the
 run's lock by the newest attempt alone. Whatever dies in between leaves a staged folder, which
-nobody looks at. tests/unit/checkpoint/sealed/test_resume.py holds the promises.
+nobody looks at.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ attempt, it is renamed; its parent is flushed. Whatever dies in between leaves a
 which nobody loads.
 
 `forecast` says before a save why there is no room for it; None promises nothing, because others
-write too and many quotas do not show. The promises are held by test_commit.py, test_every_call.py
-and test_space.py in tests/unit/checkpoint.
+write too and many quotas do not show.
 """
 
 from __future__ import annotations

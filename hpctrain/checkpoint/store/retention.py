@@ -10,9 +10,6 @@ checkpoint wherever that is moved or copied, and `touch PINNED` is one too.
 
 `in_use` says which checkpoints a live attempt may be using. A dead one may have had no time to
 write down its end, and only the scheduler knows that; hence `idle`.
-
-The promises are held by tests/unit/checkpoint/test_retention.py, test_pins.py and
-tests/unit/cli/test_checkpoints_keep.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 
 Torch's planners stay; bytes, digests and the commit are ours: what is written this way is a
 checkpoint of our format, and a load proves every byte that it uses. Without a run there is no
-fence: two programs must not write to one path. The promises are held by
-tests/engines/test_save_and_restore.py.
+fence: two programs must not write to one path.
 """
 
 from __future__ import annotations

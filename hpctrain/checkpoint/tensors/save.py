@@ -8,9 +8,7 @@ host memory alone:
     process:                                     | digest, write, flush |
 
 At most one save is in flight; the arena belongs to it until it is over. How it ended is the same on
-every rank, and is noted where all ranks meet anyway: before the next save, and at a stop. The
-promises are held by test_save_and_restore.py, test_checkpoint_faults.py and test_save_behind.py in
-tests/engines, and tests/unit/runtime/test_saves.py.
+every rank, and is noted where all ranks meet anyway: before the next save, and at a stop.
 """
 
 from __future__ import annotations
