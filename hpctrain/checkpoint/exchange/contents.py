@@ -244,14 +244,8 @@ def _tensor(source: CheckpointSource, entry: TensorEntry) -> Tensor:
     def read() -> Bytes:
         content = np.empty(math.prod(entry.shape) * DTYPES[entry.dtype], np.uint8)
         whole = (0,) * len(entry.shape)
-        source.read(
-            [
-                Target(
-                    ShardPiece(entry.name, entry.dtype, entry.shape, whole, entry.shape),
-                    content.data,
-                )
-            ]
-        )
+        piece = ShardPiece(entry.name, entry.dtype, entry.shape, whole, entry.shape)
+        source.read([Target(piece, content.data)])
         return content
 
     return Tensor(entry.name, entry.dtype, entry.shape, read)

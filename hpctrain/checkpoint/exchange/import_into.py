@@ -96,10 +96,7 @@ def write(
         with _errors_named(run):
             manifest = _manifest(run, run_id, step, contents)
             _write(staged, manifest, tensors, on_bytes)
-            got = {
-                written_tensor.name: written_tensor
-                for written_tensor in source_contents.tensors(staged, manifest)
-            }
+            got = {one.name: one for one in source_contents.tensors(staged, manifest)}
             verified = compare(tensors, got, on_bytes)
         path = commit.publish(run, staged, manifest, attempt)
     except BaseException:  # also Ctrl-C: nothing half is left
@@ -267,8 +264,6 @@ def _of_file(source: Path) -> str:
 
 
 def _ours(source: Path) -> Contents:
-    from hpctrain.checkpoint.exchange import contents as source_contents
-
     try:
         manifest = manifests.load(source / manifests.MANIFEST_NAME)
         _require_sizes(source, manifest)

@@ -126,8 +126,9 @@ class _StateFinder:
         self.notes: list[str] = []
 
     def weights(self) -> list[_Named]:
+        sections = (self._request.weights,) if self._request.weights else WEIGHTS
         section = self._section(
-            self._weight_keys(), "weights", "name the one that is meant with --weights KEY"
+            sections, "weights", "name the one that is meant with --weights KEY"
         )
         if section is None and self._request.weights:
             leaves = []
@@ -206,9 +207,6 @@ class _StateFinder:
                     "group has"
                 )
             self._take(named, whose[number], str(leaf.path[2]), leaf)
-
-    def _weight_keys(self) -> tuple[str, ...]:
-        return (self._request.weights,) if self._request.weights else WEIGHTS
 
     def _section(self, keys: Sequence[str], what: str, advice: str) -> str | None:
         tops = {leaf.path[0] for leaf in self._leaves if len(leaf.path) > 1}

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hpctrain.checkpoint.exchange.contents import Bytes
 
@@ -148,7 +148,7 @@ def leaves_of(tree: Any, where: object) -> list[NestedValue]:
     return [
         NestedValue(path, as_tensor(".".join(map(str, path)), value, where))
         if isinstance(value, torch.Tensor)
-        else NestedValue(path, None, _giver(value))
+        else NestedValue(path, None, lambda value=value: value)  # type: ignore[misc]
         for path, value in _walk(tree, ())
     ]
 
@@ -179,10 +179,6 @@ def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
             yield from _walk(inner, (*path, key))
     else:
         yield path, value
-
-
-def _giver(value: Any) -> Callable[[], Any]:
-    return lambda: value
 
 
 def _line(error: BaseException) -> str:

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format.table import as_range, boxes_meet, place_in, row_ranges
+from hpctrain.checkpoint.format.table import boxes_meet, place_in, row_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -351,7 +351,9 @@ def _span(region: ShardPiece) -> tuple[int, int] | None:
     """A region as a range of row-major elements; None if it is not one."""
     if region.flat:
         return region.begin[0], region.extent[0]
-    return as_range(region.shape, region.begin, region.extent)
+    box = (np.array([sizes], np.int64) for sizes in (region.begin, region.extent, region.shape))
+    first, is_run = place_in(*box)
+    return (int(first[0]), math.prod(region.extent)) if is_run[0] else None
 
 
 def _joined(first: Overlap, other: Overlap) -> Overlap:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -210,13 +210,7 @@ class Rules:
     @classmethod
     def of(cls, settings: CheckpointSettings) -> Rules:
         """Those of a run's settings."""
-        return cls(
-            settings.keep_last,
-            settings.keep_every,
-            settings.keep_best,
-            settings.best_metric,
-            settings.best_is,
-        )
+        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
 
     def __post_init__(self) -> None:
         least = {"keep_last": 1, "keep_every": 0, "keep_best": 0}

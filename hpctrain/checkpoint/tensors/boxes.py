@@ -42,6 +42,7 @@ _BYTES = {
     if name in vars(torch)
 }  # fmt: skip
 DTYPES |= _BYTES
+TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 AS_STORED = {torch.complex32: torch.int32} | dict.fromkeys(_BYTES, torch.uint8)
 """Types that torch cannot copy, or warns of, and types of the same size in whose place it can."""
 _BOXES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
