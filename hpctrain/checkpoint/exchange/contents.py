@@ -4,8 +4,7 @@
 while it is read.
 
 Everything here goes tensor by tensor, so that memory holds the largest tensor, not the checkpoint.
-No torch: weights can be exported where there is none. The promises are held by
-tests/unit/checkpoint/exchange/test_exchange_export.py and test_exchange_import.py.
+No torch: weights can be exported where there is none.
 """
 
 from __future__ import annotations
@@ -245,14 +244,8 @@ def _tensor(source: CheckpointSource, entry: TensorEntry) -> Tensor:
     def read() -> Bytes:
         content = np.empty(math.prod(entry.shape) * DTYPES[entry.dtype], np.uint8)
         whole = (0,) * len(entry.shape)
-        source.read(
-            [
-                Target(
-                    ShardPiece(entry.name, entry.dtype, entry.shape, whole, entry.shape),
-                    content.data,
-                )
-            ]
-        )
+        piece = ShardPiece(entry.name, entry.dtype, entry.shape, whole, entry.shape)
+        source.read([Target(piece, content.data)])
         return content
 
     return Tensor(entry.name, entry.dtype, entry.shape, read)

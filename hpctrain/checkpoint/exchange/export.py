@@ -2,7 +2,6 @@
 
 A file has a temporary name in its directory until all are flushed and verified. An interrupted or
 failed export removes them; a killed one leaves them under names that nobody takes for real ones.
-The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations

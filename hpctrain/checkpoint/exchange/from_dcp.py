@@ -1,8 +1,4 @@
-"""Import from a directory of torch.distributed.checkpoint, of any number of ranks.
-
-The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py and
-test_exchange_untrusted.py.
-"""
+"""Import from a directory of torch.distributed.checkpoint, of any number of ranks."""
 
 from __future__ import annotations
 
@@ -151,8 +147,11 @@ def _contents(source: Path, metadata: Any) -> Contents:
         place = (tuple(index.offset or ()), stored)
         directory.stored.setdefault(index.fqn, []).append(place)
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    # The order in which the program named its state; the entries are ordered by rank.
+    order = {name: number for number, name in enumerate(paths)}
+    entries = metadata.state_dict_metadata.items()
     leaves = []
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in sorted(entries, key=lambda item: order.get(item[0], len(order))):
         path = paths.get(name, (name,))
         if not isinstance(path, tuple) or not path or not isinstance(name, str):
             raise _odd(source)

@@ -2,7 +2,7 @@
 
 DeepSpeed itself is not needed. Each rank has a part of one long row of numbers for each group of
 parameters: ZeRO-1 and 2 cut the row in equal parts, ZeRO-3 cuts each parameter in equal parts; both
-pad the end. The promises are held by tests/engines/test_exchange_deepspeed.py.
+pad the end.
 """
 
 from __future__ import annotations

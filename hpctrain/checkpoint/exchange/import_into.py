@@ -1,8 +1,7 @@
 """A checkpoint from a source of any known format: detected, opened, written, compared, published.
 
 An import takes an attempt of the run, as training does: if the run starts meanwhile, the import is
-the older attempt and may not publish. The promises are held by
-tests/unit/checkpoint/exchange/test_exchange_import.py and test_untrusted_sources.py.
+the older attempt and may not publish.
 """
 
 from __future__ import annotations
@@ -97,10 +96,7 @@ def write(
         with _errors_named(run):
             manifest = _manifest(run, run_id, step, contents)
             _write(staged, manifest, tensors, on_bytes)
-            got = {
-                written_tensor.name: written_tensor
-                for written_tensor in source_contents.tensors(staged, manifest)
-            }
+            got = {one.name: one for one in source_contents.tensors(staged, manifest)}
             verified = compare(tensors, got, on_bytes)
         path = commit.publish(run, staged, manifest, attempt)
     except BaseException:  # also Ctrl-C: nothing half is left
@@ -241,7 +237,7 @@ def _of_directory(source: Path) -> str:
         return "dcp"
     if manifests.MANIFEST_NAME in there:
         return "hpctrain"
-    if "latest" in there or any(name.endswith("_model_states.pt") for name in there):
+    if (source / "latest").is_file() or any(name.endswith("_model_states.pt") for name in there):
         return "deepspeed"
     if any(name.endswith(".safetensors") for name in there):
         return "safetensors"
@@ -268,8 +264,6 @@ def _of_file(source: Path) -> str:
 
 
 def _ours(source: Path) -> Contents:
-    from hpctrain.checkpoint.exchange import contents as source_contents
-
     try:
         manifest = manifests.load(source / manifests.MANIFEST_NAME)
         _require_sizes(source, manifest)

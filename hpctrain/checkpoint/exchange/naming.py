@@ -1,7 +1,7 @@
 """Other programs' names of tensors made ours: `model.<name>` and `optim.<name>.<what>`.
 
 A number counts only where it is certain whose it is: two weights of one shape, swapped, would train
-on without a word. The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py.
+on without a word.
 """
 
 from __future__ import annotations
@@ -122,10 +122,14 @@ class _StateFinder:
         # Without a path it is the whole source: a dictionary whose keys are no names.
         self._leaves = _unwrapped([leaf for leaf in contents.leaves if leaf.path])
         self._weights: list[_Named] = []
+        self._left_out: set[str] = set()
         self.notes: list[str] = []
 
     def weights(self) -> list[_Named]:
-        section = self._section(self._weight_keys(), "weights")
+        sections = (self._request.weights,) if self._request.weights else WEIGHTS
+        section = self._section(
+            sections, "weights", "name the one that is meant with --weights KEY"
+        )
         if section is None and self._request.weights:
             leaves = []
         elif section is not None:
@@ -150,10 +154,26 @@ class _StateFinder:
         return self._weights
 
     def state(self) -> list[_Named]:
-        section = self._section(OPTIMIZERS, "optimizer states")
-        if section is None or self._request.model_only:
+        if self._request.model_only:
+            return []
+        section = self._section(OPTIMIZERS, "optimizer states", "take --what model")
+        if section is None:
             return []
         leaves = [replace(leaf, path=leaf.path[1:]) for leaf in self._under(section)]
+        named = self._named_state(leaves)
+        if self._left_out:
+            listed = some(sorted(self._left_out))
+            self.notes.append(f"left out of the optimizer's state, since no tensors: {listed}")
+        weights = {entry.name for entry in self._weights}
+        unknown = [entry.name for entry in named if entry.name not in weights]
+        if unknown:
+            raise CheckpointError(
+                f"{self._contents.source} has optimizer state for {unknown[0]}, and no weights of "
+                "that name; take the weights alone with --what model"
+            )
+        return named
+
+    def _named_state(self, leaves: Sequence[NestedValue]) -> list[_Named]:
         by_number: list[NestedValue] = []
         named: list[_Named] = []
         for leaf in leaves:
@@ -167,17 +187,12 @@ class _StateFinder:
                 case (str(text),) if text.startswith("state."):
                     name, _, key = text.removeprefix("state.").rpartition(".")
                     self._take(named, name, key, leaf)
+                case ("state", _, key, *_):
+                    self._left_out.add(str(key))
                 case _:
                     continue
         if by_number:
             self._take_numbered(named, leaves, by_number)
-        weights = {entry.name for entry in self._weights}
-        unknown = [entry.name for entry in named if entry.name not in weights]
-        if unknown:
-            raise CheckpointError(
-                f"{self._contents.source} has optimizer state for {unknown[0]}, and no weights of "
-                "that name; take the weights alone with --what model"
-            )
         return named
 
     def _take_numbered(
@@ -193,16 +208,12 @@ class _StateFinder:
                 )
             self._take(named, whose[number], str(leaf.path[2]), leaf)
 
-    def _weight_keys(self) -> tuple[str, ...]:
-        return (self._request.weights,) if self._request.weights else WEIGHTS
-
-    def _section(self, keys: Sequence[str], what: str) -> str | None:
+    def _section(self, keys: Sequence[str], what: str, advice: str) -> str | None:
         tops = {leaf.path[0] for leaf in self._leaves if len(leaf.path) > 1}
         there = [key for key in keys if key in tops]
         if len(there) > 1:
             raise CheckpointError(
-                f"{self._contents.source} has several {what}: {some(there)}; name the one that is "
-                "meant with --weights KEY, or take --what model"
+                f"{self._contents.source} has several {what}: {some(there)}; {advice}"
             )
         return there[0] if there else None
 
@@ -222,6 +233,8 @@ class _StateFinder:
         value = leaf.load()
         if isinstance(value, int | float) and not isinstance(value, bool):
             named.append(_Named(name, key, scalar(f"{name}.{key}", float(value))))
+        elif value is not None:
+            self._left_out.add(key)
 
     def _numbered(
         self, leaves: Sequence[NestedValue], by_number: Sequence[NestedValue]
@@ -278,7 +291,7 @@ class _StateFinder:
         counts = Counter(
             str(leaf.path[0])
             for leaf in self._leaves
-            if leaf.path[0] not in used
+            if (leaf.path[0] not in used or leaf.tensor is None)
             and (leaf.path[0] not in OPTIMIZERS or self._request.model_only)
         )
         if counts:

@@ -1,8 +1,6 @@
 """Safetensors files and Hugging Face folders: import, export, and what lies beside the weights.
 
-Headers, indices and configs are read with distrust. No torch. The promises are held by
-test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py in
-tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and tests/engines/test_adapters.py.
+Headers, indices and configs are read with distrust. No torch.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ if TYPE_CHECKING:
 STEM = "model"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = STEM + INDEX_SUFFIX
+WHOLE = f"{STEM}.safetensors"
 STATE_KEY = "hpctrain"
 """In the first file of an export of everything: the rest of the manifest. Names are ours then."""
 MAX_HEADER = 100_000_000
 """As safetensors itself has it: a longer one is no header."""
-READ_BYTES = 64 << 20
 GB = 10**9
 MAX_AXES, MAX_SIZE = 64, 2**63
 SHOWN = 200
@@ -148,7 +146,7 @@ def _short(text: object) -> str:
 
 def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in SAFETENSORS:
+    if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype}, which is not known here")
     if not all(type(number) is int and number >= 0 for number in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or an offset that is no whole number")
@@ -160,18 +158,12 @@ def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> StoredTe
 
 
 def _read(path: Path, position: int, count: int) -> Bytes:
-    content = np.empty(count, np.uint8)
-    memory, done = content.data, 0
     try:
-        with path.open("rb", buffering=0) as file:
-            while done < count:
-                part = memory[done : done + READ_BYTES]
-                got = os.preadv(file.fileno(), [part], position + done)
-                if not got:
-                    raise CheckpointError(f"{path} ends at byte {position + done:,}: it was cut")
-                done += got
+        content = np.fromfile(path, np.uint8, count, offset=position)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) < count:
+        raise CheckpointError(f"{path} ends at byte {position + len(content):,}: it was cut")
     return content
 
 
@@ -242,11 +234,8 @@ def _split_files(
     total = len(groups)
     files = []
     for number, group in enumerate(groups, start=1):
-        name = (
-            f"{stem}-{number:05d}-of-{total:05d}.safetensors"
-            if total > 1
-            else f"{stem}.safetensors"
-        )
+        part = f"-{number:05d}-of-{total:05d}" if total > 1 else ""
+        name = f"{stem}{part}.safetensors"
         about = {"format": "pt"}
         if state is not None and number == 1:
             about[STATE_KEY] = json.dumps(state)
@@ -281,21 +270,12 @@ def _index_bytes(files: Sequence[_File]) -> bytes:
 
 
 def _write(path: Path, file: _File, on_bytes: OnBytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o666), "wb", buffering=0) as out:  # noqa: PTH123 - a descriptor
-        _put(out.fileno(), memoryview(file.header))
+    with path.open("xb") as out:
+        out.write(file.header)
         for tensor in file.tensors:
-            content = tensor.read()
-            _put(out.fileno(), content.data)
+            out.write(tensor.read().data)
             on_bytes(tensor.nbytes)
     flush(path)
-
-
-def _put(descriptor: int, content: memoryview) -> None:
-    """All of it: a call may take less than it was given, 2 GiB at most."""
-    done = 0
-    while done < len(content):
-        done += os.write(descriptor, content[done:])
 
 
 def read(source: Path) -> Contents:
@@ -346,8 +326,8 @@ def files(source: Path) -> list[Path]:
     index = _index(source)
     if index is not None:
         return _listed(index)
-    whole = source / f"{STEM}.safetensors"  # others may lie beside it, as consolidated.safetensors
-    files = [whole] if whole.is_file() else sorted(source.glob("*.safetensors"))
+    whole = source / WHOLE  # others may lie beside it, as consolidated.safetensors
+    files = [whole] if whole.is_file() else sorted(source.glob("[!.]*.safetensors"))
     if not files:
         raise CheckpointError(f"{source} has no *.safetensors in it")
     return files
@@ -359,6 +339,11 @@ def _index(source: Path) -> Path | None:
     indexes = sorted(source.glob(f"*{INDEX_SUFFIX}"))
     if len(indexes) > 1:
         raise CheckpointError(f"{source} has {len(indexes)} indices; name the one that is meant")
+    if indexes and (source / WHOLE).is_file() and WHOLE not in _weight_map(indexes[0]).values():
+        raise CheckpointError(
+            f"{source} has {WHOLE} and {indexes[0].name}, which names other files; move one of "
+            "them away, or name the one that is meant"
+        )
     return indexes[0] if indexes else None
 
 

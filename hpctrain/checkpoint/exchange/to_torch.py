@@ -1,7 +1,6 @@
 """Export as one file that `torch.load(weights_only=True)` opens.
 
 Written as torch.save would, but tensor by tensor: torch.save wants all of them in memory at once.
-The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.exchange.contents import Tensor
 from hpctrain.checkpoint.exchange.export import Written, compare, flush, placing
 from hpctrain.checkpoint.exchange.untrusted import LAYOUT, LAYOUT_KEY, leaves_of, load
-from hpctrain.checkpoint.tensors.boxes import DTYPES
+from hpctrain.checkpoint.tensors.boxes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +33,6 @@ ALIGN = 64
 LOCAL_HEADER, ZIP64_EXTRA, PADDING_ID = 30, 20, 0x4246
 OVERHEAD = 512
 """Bytes that the archive takes for each tensor besides its own, at most."""
-TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 STORAGES: dict[str, Any] = {
     "F64": torch.DoubleStorage, "F32": torch.FloatStorage, "F16": torch.HalfStorage,
     "BF16": torch.BFloat16Storage, "C64": torch.ComplexFloatStorage,

@@ -2,8 +2,7 @@
 
 A pickle is a program. `.metadata` of a torch DCP checkpoint, which torch itself reads with plain
 pickle, is read here with a list of the names that it may use, each of which becomes an inert record
-of ours. The promises are held by tests/unit/checkpoint/exchange/test_exchange_untrusted.py and
-test_exchange_import.py.
+of ours.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hpctrain.checkpoint.exchange.contents import Bytes
 
 
-_GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported (?:class|global):?) ([A-Za-z_][\w.]*)")
+_GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported class:?) ([A-Za-z_][\w.]*)")
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): word for dtype, word in DTYPES.items()}
 
 
@@ -149,7 +148,7 @@ def leaves_of(tree: Any, where: object) -> list[NestedValue]:
     return [
         NestedValue(path, as_tensor(".".join(map(str, path)), value, where))
         if isinstance(value, torch.Tensor)
-        else NestedValue(path, None, _giver(value))
+        else NestedValue(path, None, lambda value=value: value)  # type: ignore[misc]
         for path, value in _walk(tree, ())
     ]
 
@@ -180,10 +179,6 @@ def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
             yield from _walk(inner, (*path, key))
     else:
         yield path, value
-
-
-def _giver(value: Any) -> Callable[[], Any]:
-    return lambda: value
 
 
 def _line(error: BaseException) -> str:

@@ -26,8 +26,7 @@ counts (2, 3), strides (6, 1) in the chunk and (3, 1) in the box, from 8 to 0.
 `my_part` answers what a save asks: which part of what several ranks hold alike does this one write?
 All replicas compute the same cuts from the same boxes, so nothing is exchanged.
 
-No file is touched here. The promises are held by tests/unit/checkpoint/test_overlap.py and
-test_spread.py.
+No file is touched here.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format.table import as_range, boxes_meet, place_in, row_ranges
+from hpctrain.checkpoint.format.table import boxes_meet, place_in, row_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -352,7 +351,9 @@ def _span(region: ShardPiece) -> tuple[int, int] | None:
     """A region as a range of row-major elements; None if it is not one."""
     if region.flat:
         return region.begin[0], region.extent[0]
-    return as_range(region.shape, region.begin, region.extent)
+    box = (np.array([sizes], np.int64) for sizes in (region.begin, region.extent, region.shape))
+    first, is_run = place_in(*box)
+    return (int(first[0]), math.prod(region.extent)) if is_run[0] else None
 
 
 def _joined(first: Overlap, other: Overlap) -> Overlap:

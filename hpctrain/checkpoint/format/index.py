@@ -8,11 +8,7 @@ megabyte where rows would be a gigabyte. What is laid out in no order (parts of 
 layout of its own, as large as its rows.
 
 The digests of the blocks are not in here: each shard ends with its own, and the manifest's digest
-of the shard proves them.
-
-The promises are held by tests/unit/checkpoint/test_index.py, test_reader.py and
-test_untrusted_checkpoints.py; docs/development/checkpoint-format.md describes
-the file.
+of the shard proves them. docs/development/checkpoint-format.md describes the file.
 """
 
 from __future__ import annotations

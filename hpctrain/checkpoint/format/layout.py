@@ -4,8 +4,6 @@ A rank's chunks are described in two parts. The `FileLayout` (names, shapes, siz
 most ranks, and one of them sends it; the numbers that say where this rank's chunks begin are few.
 So rank 0 gathers some hundred bytes of each rank, and the work that it does grows with layouts and
 ranks, not with their product: see `index.py`.
-
-The promises are held by tests/unit/checkpoint/test_assemble.py.
 """
 
 from __future__ import annotations

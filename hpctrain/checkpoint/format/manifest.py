@@ -20,9 +20,6 @@ checkpoint.
 The digest is xxh3_64 everywhere, which costs less than reading the bytes. What is read in parts (a
 shard) has one for each block, so that a reader proves just the bytes that it takes; what is read as
 a whole (the chunk table, the manifest) has one.
-
-The promises are held by tests/unit/checkpoint/test_manifest.py, test_names.py and
-test_untrusted_checkpoints.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A list with an entry for each rank's shard and for each rank's random generators is 5 MB at 16,384
 ranks, and every rank takes it. docs/development/checkpoint-format.md describes both forms.
 
-Pure, and of plain values alone. The promises are held by tests/unit/checkpoint/test_packing.py.
+Pure, and of plain values alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 `CheckpointSource.read` fills memory from the checkpoint's files. Bytes go straight from the file to
 where they are wanted, and each block is digested while it is still in the cache.
-
-The promises are held by tests/unit/checkpoint/test_reader.py and test_damage.py.
 """
 
 from __future__ import annotations
@@ -496,11 +494,7 @@ class _WindowReader:
         self, shared: Overlap, memories: Sequence[memoryview]
     ) -> Iterator[ReadWindow]:
         """Blocks that some grid needs, those of a chunk put together that are neighbours."""
-        table, block, most = (
-            self.table,
-            self.table.block_bytes,
-            window_blocks(self.table.block_bytes),
-        )
+        table, block = self.table, self.table.block_bytes
         by_row: dict[int, list[tuple[Grid, memoryview]]] = {}
         for region, row, grid in shared.grids:
             by_row.setdefault(row, []).append((grid, memories[region]))
@@ -509,7 +503,7 @@ class _WindowReader:
             needed = np.zeros(len(edges) - 1, bool)
             for grid, _ in grids:
                 needed |= np.diff(grid.before(edges)) > 0
-            for first, last in _stretches(needed, most):
+            for first, last in _stretches(needed, window_blocks(block)):
                 position = int(table.offset[row]) + first * block
                 yield ReadWindow(int(table.file[row]), position, Scattered(row, first, last, grids))
 

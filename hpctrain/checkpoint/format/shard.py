@@ -5,8 +5,7 @@ gathers them.
 
 The header carries what torch's own reader of safetensors needs to put shards together
 (DCP_SHARDING_INFO), so that neither safetensors nor torch needs hpctrain to read a checkpoint. No
-torch here: the writer process does not import it. The promises are held by
-tests/unit/checkpoint/test_shard.py.
+torch here: the writer process does not import it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ of a second. On disk it is a safetensors file of 1-D columns, each in the narrow
 it, under another suffix than the shards', so that nobody takes it for weights: `index.py` knows
 which.
 
-The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format_3.py,
-and docs/development/checkpoint-format.md describes it.
+docs/development/checkpoint-format.md describes the file.
 """
 
 from __future__ import annotations
@@ -366,21 +365,3 @@ def place_in(
         whole &= count[:, dimension] == size[:, dimension]
         stride *= size[:, dimension]
     return first, run
-
-
-def as_range(
-    shape: Sequence[int], begin: Sequence[int], extent: Sequence[int]
-) -> tuple[int, int] | None:
-    """A box as a range of row-major elements (first, number); None if it is not one.
-
-    It is one if all dimensions behind the first cut one are whole, and all before it of extent 1.
-    """
-    first, number, stride, whole = 0, 1, 1, True
-    for size, at, count in zip(reversed(shape), reversed(begin), reversed(extent), strict=True):
-        if not whole and count != 1:
-            return None
-        first += at * stride
-        number *= count
-        stride *= size
-        whole = whole and count == size
-    return first, number

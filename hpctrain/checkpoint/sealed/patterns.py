@@ -2,8 +2,7 @@
 
 A pattern is absolute, or relative to the program's working directory and to the run's `output`.
 Without a wildcard each save writes over the same path; with one each has a name of its own, and the
-step is among the digits that the wildcards stand for. tests/unit/checkpoint/sealed/test_patterns.py
-holds the promises.
+step is among the digits that the wildcards stand for.
 """
 
 from __future__ import annotations
@@ -53,17 +52,13 @@ class Pattern:
     parts: tuple[str, ...]
     is_absolute: bool = False
 
-    @property
-    def has_wildcard(self) -> bool:
-        """Whether each save has a name of its own."""
-        return any(_WILD.search(part) for part in self.parts)
-
     def matches(self, root: Path) -> Iterator[NamedPath]:
         """What lies below a folder; nothing where it cannot be listed."""
         root = self.root(root)
+        is_written_over = not any(_WILD.search(part) for part in self.parts)
         for path in _below(root, self.parts):
             step = self.step_of(path.relative_to(root).parts)
-            yield NamedPath(path, step, is_written_over=not self.has_wildcard)
+            yield NamedPath(path, step, is_written_over)
 
     def root(self, folder: Path) -> Path:
         """The folder that the parts begin in, where a relative pattern is asked about this one."""

@@ -3,7 +3,7 @@
 The first agent asks once for each start, before any rank is there, so nothing writes meanwhile. A
 path of which the run has its own copy is put back when a kill has torn it. What is quarantined is
 renamed beside itself, never deleted. An error of the file system is no damage: it is retried, then
-raised. tests/unit/checkpoint/sealed/test_resume.py holds the promises.
+raised.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A seal is staged beside the others, with its copy where it has one, flushed, and renamed under the
 run's lock by the newest attempt alone. Whatever dies in between leaves a staged folder, which
-nobody looks at. tests/unit/checkpoint/sealed/test_resume.py holds the promises.
+nobody looks at.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed.files import FILES_NAME, SEAL_NAME, Seal
-from hpctrain.checkpoint.store.commit import describe, errors_named, remove_tree
+from hpctrain.checkpoint.store.commit import describe, errors_named, remove_tree, write_new
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import ROOT, flush_directory, proves_absence
 from hpctrain.errors import (
@@ -254,7 +254,7 @@ def commit(
         files=tuple(files),
     )
     try:
-        _write(plan.staged / SEAL_NAME, unit.dump(seal))
+        write_new(plan.staged / SEAL_NAME, unit.dump(seal))
         unit.flush_tree(plan.staged)
         if not plan.is_copy:  # the names of what was sealed must be as durable as the seal
             _flush_names(plan)
@@ -281,13 +281,6 @@ def _flush_names(plan: SealPlan) -> None:
 def _any_number(name: str) -> int | None:
     """Also of one that was forgotten: its number is not given again."""
     return unit.parse_seal(name.removesuffix(FORGOTTEN))
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def discard(plan: SealPlan) -> None:

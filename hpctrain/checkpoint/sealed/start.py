@@ -2,7 +2,6 @@
 
 Only what was changed since the run's first start counts. What lies there before the first ranks
 start is written down, since the times of a file server cannot be compared with a node's clock.
-tests/unit/agent/test_sealing.py holds the promises.
 """
 
 from __future__ import annotations

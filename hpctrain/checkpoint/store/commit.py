@@ -7,8 +7,7 @@ attempt, it is renamed; its parent is flushed. Whatever dies in between leaves a
 which nobody loads.
 
 `forecast` says before a save why there is no room for it; None promises nothing, because others
-write too and many quotas do not show. The promises are held by test_commit.py, test_every_call.py
-and test_space.py in tests/unit/checkpoint.
+write too and many quotas do not show.
 """
 
 from __future__ import annotations
@@ -83,10 +82,19 @@ def write_table(staged: Path, manifest: Manifest, parts: Sequence[RankPart]) -> 
     path = staged / manifests.TABLE_NAME
     with errors_named(f"step {manifest.step} cannot be committed", NotWritten):
         points.reach("table.write", path=path, step=manifest.step, bytes=len(content))
-        with path.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, content)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file where none is, flushed to disk.
+
+    Raises:
+        OSError: one is there, or it cannot be written.
+    """
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def publish(run: RunDir, staged: Path, manifest: Manifest, attempt: Attempt) -> Path:
@@ -163,10 +171,7 @@ def set_aside_locked(path: Path, step: int, reason: str) -> Path:
     """
     aside = rename_away(path, step, manifests.SET_ASIDE)
     if aside.is_dir():
-        with (aside / find.REASON_NAME).open("w") as file:
-            file.write(reason + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(aside / find.REASON_NAME, f"{reason}\n".encode())
     return aside
 
 

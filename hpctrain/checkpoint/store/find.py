@@ -8,8 +8,6 @@ A run that has saved never starts at step 0 by itself (`refuse_to_forget`): what
 checkpoints from being found or loaded (a folder that is not mounted, one that somebody has emptied,
 damage to all of them), weeks of training would be forgotten without a word. A person may ask for
 it, and `asked_step` reads that from the ledger.
-
-The promises are held by tests/unit/checkpoint/test_find.py and test_beginning.py.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ checkpoint wherever that is moved or copied, and `touch PINNED` is one too.
 
 `in_use` says which checkpoints a live attempt may be using. A dead one may have had no time to
 write down its end, and only the scheduler knows that; hence `idle`.
-
-The promises are held by tests/unit/checkpoint/test_retention.py, test_pins.py and
-tests/unit/cli/test_checkpoints_keep.py.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -213,13 +210,7 @@ class Rules:
     @classmethod
     def of(cls, settings: CheckpointSettings) -> Rules:
         """Those of a run's settings."""
-        return cls(
-            settings.keep_last,
-            settings.keep_every,
-            settings.keep_best,
-            settings.best_metric,
-            settings.best_is,
-        )
+        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
 
     def __post_init__(self) -> None:
         least = {"keep_last": 1, "keep_every": 0, "keep_best": 0}

@@ -1,8 +1,7 @@
 """The proof that a checkpoint holds the bytes that its manifest names; torn ones are quarantined.
 
 `verify` reads every byte and lists what is wrong; `set_aside` moves a damaged checkpoint out of the
-way of the loads, with its reason inside. The promises are held by
-tests/unit/checkpoint/test_verify.py and test_damage.py.
+way of the loads, with its reason inside.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A memfd, not a file in /dev/shm: containers limit that to 64 MB. It only ever grows, and it grows in
 place: bytes keep their offsets, and views from before stay views of the same memory. A limit of
-memory must be met here, as an error, and not later as the death of the rank: see `_claim`. The
-promises are held by tests/unit/checkpoint/test_arena.py.
+memory must be met here, as an error, and not later as the death of the rank: see `_claim`.
 """
 
 from __future__ import annotations

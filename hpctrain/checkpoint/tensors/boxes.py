@@ -1,8 +1,7 @@
 """A program's tensors as boxes: what this rank holds of each, and the part of it that it writes.
 
 Works for plain tensors and for whatever speaks torch DCP's protocol for sharded ones (DTensor's
-``__create_chunk_list__``). Not collective. The promises are held by
-tests/engines/test_save_and_restore.py and test_spread_states.py.
+``__create_chunk_list__``). Not collective.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ _BYTES = {
     if name in vars(torch)
 }  # fmt: skip
 DTYPES |= _BYTES
+TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 AS_STORED = {torch.complex32: torch.int32} | dict.fromkeys(_BYTES, torch.uint8)
 """Types that torch cannot copy, or warns of, and types of the same size in whose place it can."""
 _BOXES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}

@@ -5,8 +5,7 @@
 
 Torch's planners stay; bytes, digests and the commit are ours: what is written this way is a
 checkpoint of our format, and a load proves every byte that it uses. Without a run there is no
-fence: two programs must not write to one path. The promises are held by
-tests/engines/test_save_and_restore.py.
+fence: two programs must not write to one path.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hpctrain.checkpoint.format.layout import part_of
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find
-from hpctrain.checkpoint.tensors.boxes import DTYPES, bytes_of
+from hpctrain.checkpoint.tensors.boxes import DTYPES, TORCH_DTYPES, bytes_of
 from hpctrain.core.base.files import flush_directory
 from hpctrain.errors import CheckpointError, TornCheckpoint
 
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     )
 
 PATHS, BYTES = "dcp_paths", "dcp_bytes"
-TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 
 
 class Writer(StorageWriter):

@@ -2,8 +2,7 @@
 
 A device copies in its own stream, behind what that stream was given so far and before what it is
 given next: so a copy is of one moment, and the host waits for it only where it reads it. Written
-against `torch.accelerator`; only page-locked memory is CUDA's own. The promises are held by
-tests/unit/checkpoint/test_device_copy.py.
+against `torch.accelerator`; only page-locked memory is CUDA's own.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ sets the checkpoint aside, and the next older one is tried.
 
 Nothing of value is touched before all ranks have agreed that all is whole: weights are read into
 host memory first, and straight into place only what holds nothing yet (a new optimizer's moments).
-The promises are held by tests/engines/test_save_and_restore.py and test_checkpoint_faults.py.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ host memory alone:
     process:                                     | digest, write, flush |
 
 At most one save is in flight; the arena belongs to it until it is over. How it ended is the same on
-every rank, and is noted where all ranks meet anyway: before the next save, and at a stop. The
-promises are held by test_save_and_restore.py, test_checkpoint_faults.py and test_save_behind.py in
-tests/engines, and tests/unit/runtime/test_saves.py.
+every rank, and is noted where all ranks meet anyway: before the next save, and at a stop.
 """
 
 from __future__ import annotations
@@ -93,23 +91,20 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
     started = clock.monotonic()
     parts = parts_to_write(held(state, world))
     pieces = [part.piece for part in parts]
-    options = _write_options(place.settings, manifest)
-
     # What lies on a device is copied part by part.
     sources = shard.OneAtATime(lambda index: bytes_of(parts[index].view.cpu()))
 
     def write(path: Path) -> ShardReport:
-        return shard.write(path, pieces, sources, step=manifest.step, **options)
+        return shard.write(
+            path,
+            pieces,
+            sources,
+            block_bytes=manifest.block_bytes,
+            threads=place.settings.write_threads,
+            step=manifest.step,
+        )
 
     return commit_together(place, world, manifest, pieces=pieces, write=write, started=started)
-
-
-def _write_options(settings: CheckpointSettings, manifest: Manifest) -> dict[str, int]:
-    """How shards are written, by the site's settings and by the manifest."""
-    return {
-        "block_bytes": manifest.block_bytes,
-        "threads": settings.write_threads,
-    }
 
 
 def commit_together(
@@ -376,7 +371,8 @@ class Saver:
                 offsets=offsets,
                 step=manifest.step,
                 rank=self._world.rank,
-                **_write_options(self._place.settings, manifest),
+                block_bytes=manifest.block_bytes,
+                threads=self._place.settings.write_threads,
             )
             self._writer.begin(request, self._arena)
             return self._writer.wait(self._place.settings.timeout_s)
@@ -394,12 +390,7 @@ class Saver:
         step = flight.step
         try:
             saved = commit_together(
-                self._place,
-                self._world,
-                manifest,
-                pieces=pieces,
-                write=write,
-                started=flight.began,
+                self._place, self._world, manifest, pieces=pieces, write=write, started=flight.began
             )
             flight.outcome = Outcome(step, replace(saved, stall_s=flight.stall_s))
         except ControlLost as error:  # training will hear of it too
@@ -410,13 +401,10 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too
             text = f"step {step} was not committed: {one_line(error)}"
             flight.outcome = Outcome(step, None, CheckpointError(text))
-        self._end(flight)
-
-    def _end(self, flight: _Flight) -> None:
-        saved = flight.outcome.saved if flight.outcome else None
+        done = flight.outcome.saved
         flight.landed.set()
-        if saved is not None and self._after is not None and self._world.rank == 0:
-            self._after(saved)
+        if done is not None and self._after is not None and self._world.rank == 0:
+            self._after(done)
 
     def _copy(self, parts: list[Part], step: int) -> tuple[tuple[int, ...], torch.Event | None]:
         """Where each part goes in the arena, and what to wait for before it is there."""

@@ -2,7 +2,6 @@
 
 A checkpoint is read with distrust: nothing in it is run and nothing is imported for it. A class
 that it names must be one that the program has imported, and must have the fields that were saved.
-tests/unit/checkpoint/test_values.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Each has a word, a function that takes an object apart and one that builds it of the same parts.
 Classes of the program's own are named by module and name, and looked up among what is imported.
-tests/unit/checkpoint/test_values.py holds the promises.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ its path.
 
 An object that stands in two places comes back as one object in two places; cycles are refused.
 Lists, dictionaries, tensors and all else that can change are numbered in the order in which a
-reader meets them, and the second place holds the number of the first. Not collective. The promises
-are held by tests/unit/checkpoint/test_values.py.
+reader meets them, and the second place holds the number of the first. Not collective.
 """
 
 from __future__ import annotations

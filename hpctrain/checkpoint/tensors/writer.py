@@ -2,8 +2,7 @@
 
 One request at a time. What goes wrong over there is an error here, within a deadline: the write
 fails, the process dies, hangs, or says what cannot be understood. In the last three cases it is
-killed, and the next request gets a new one. The promises are held by
-tests/unit/checkpoint/test_writer.py.
+killed, and the next request gets a new one.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ rank's half is `writer.py`. Both talk over a socket, one request at a time:
 - the rank sends a FRAME and two descriptors: the arena's, and a memfd with the pickled
   `WriteRequest` (so that sending never waits for this process);
 - this process answers with a FRAME and a pickled `ShardReport` or `WriteFailure`.
-
-The promises are held by tests/unit/checkpoint/test_writer.py.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ def test_an_existing_file_is_never_touched_nor_is_anything_written(
 ):
     save(run, 1, some())
     for module in (safetensors, to_torch):
-        monkeypatch.setattr(module, "_put", lambda *_: pytest.fail("it was written"))
+        monkeypatch.setattr(module, "_write", lambda *_: pytest.fail("it was written"))
     out = tmp_path / "out"
     out.mkdir()
     for name, words in {
@@ -422,7 +422,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, call, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     module = to_torch if kind == "torch" else safetensors
-    monkeypatch.setattr(module, "_put", no_space)
+    monkeypatch.setattr(module, "_write", no_space)
     assert "No space left on device" in call.refused("export", run.name, 1, dest, "--to", kind)
     assert not (tmp_path / "out").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,81 @@ def test_the_optimizers_state_comes_by_name_however_it_was_saved(run, call, tmp_
     assert code == 0, err
     assert bits(loaded(run, 5)) == bits(wanted)
     assert ("goes by number; taken in the weights' order" in err) == (how == "by number")
+
+
+def test_numbers_count_in_the_order_of_the_program_not_of_the_ranks_that_wrote(run, call, tmp_path):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(tree, checkpoint_id=tmp_path / "a")
+    metadata = dcp.FileSystemReader(tmp_path / "a").read_metadata()
+    entries = metadata.state_dict_metadata  # several ranks share replicated tensors among them
+    metadata.state_dict_metadata = dict(reversed(entries.items()))
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    assert call("import", tmp_path / "a", "--run", run.name, "--step", 5)[0] == 0
+
+    found = loaded(run, 5)
+    for name, parameter in model.named_parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert torch.equal(found[f"optim.{name}.exp_avg"], moment)
+
+
+def test_what_is_no_tensor_is_left_out_with_a_note(run, call, tmp_path):
+    weight = torch.arange(3.0)
+    state = {"w": {"exp_avg": weight, "Q": [weight], "deep": {"er": 1}, "none": None, "step": 3}}
+    tree = {"model": {"w": weight, "extra": b"a"}, "optimizer": {"state": state}, "lr": 1}
+    torch.save(tree, tmp_path / "a")
+
+    code, _, err = call("import", tmp_path / "a", "--run", run.name, "--step", 5)
+
+    assert code == 0
+    assert "number of values: model (1), lr (1)" in err
+    assert "optimizer's state, since no tensors: Q, deep" in err
+    assert loaded(run, 5).keys() == {"model.w", "optim.w.exp_avg", "optim.w.step"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "help_words"),
+    [
+        (("model", "state_dict"), ("--weights", "model")),
+        (("model", "optim", "optimizer"), ("--what", "model")),
+    ],
+)
+def test_of_several_sections_the_advice_takes_one(run, call, tmp_path, tree, help_words):
+    torch.save({key: {"w": torch.arange(3.0)} for key in tree}, tmp_path / "a")
+    words = ("import", tmp_path / "a", "--run", run.name, "--step", 5)
+
+    assert " ".join(help_words)[:9] in call.refused(*words)
+    assert call(*words, *help_words)[0] == 0
+    assert loaded(run, 5).keys() == {"model.w"}
+
+
+def test_a_folder_in_which_two_models_may_be_meant_is_refused_and_a_file_is_not(
+    run, call, tmp_path
+):
+    for name in ("model", "part"):
+        save_file({"w": torch.arange(3.0)}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
+    words = ("--run", run.name, "--step")
+
+    assert "name the one that is meant" in call.refused("import", tmp_path, *words, 5)
+    assert call("import", tmp_path / "model.safetensors", *words, 5)[0] == 0
+    assert call("import", index, *words, 6)[0] == 0
+
+
+def test_other_files_of_a_folder_of_safetensors_do_not_matter(run, call, tmp_path):
+    hub = tmp_path / "hub"
+    (hub / "latest").mkdir(parents=True)
+    weight = torch.ones(3, dtype=torch.float8_e8m0fnu)
+    save_file({"w": weight}, hub / "model-00001-of-00001.safetensors")
+    (hub / "._model-00001-of-00001.safetensors").write_bytes(bytes(50))  # macOS leaves it
+
+    assert call("import", hub, "--run", run.name, "--step", 5)[0] == 0
+    assert torch.equal(loaded(run, 5)["model.w"].view(torch.uint8), weight.view(torch.uint8))
 
 
 def test_numbers_of_several_groups_are_refused_and_weights_alone_are_not(run, call, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections
 import io
@@ -131,6 +132,14 @@ def test_a_malicious_pickle_is_refused_in_one_line_and_nothing_is_run(run, call,
     assert "refused, and nothing of it was run" in line
     assert not marker.exists()
     assert names_in(run) == []
+
+
+def test_what_torch_does_not_load_is_named(run, call, tmp_path):
+    torch.save({"model": weights(), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
+
+    line = call.refused("import", tmp_path / "a.pt", "--run", run.name, "--step", 1)
+
+    assert "asks for argparse.Namespace while" in line
 
 
 def test_a_pickle_in_place_of_a_dcp_tensor_is_refused(run, call, tmp_path):

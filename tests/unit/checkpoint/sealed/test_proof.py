@@ -41,6 +41,20 @@ def test_a_hole_in_its_midst_is_seen(saved):
     assert "CRC" in cut(saved)
 
 
+def test_an_archive_that_torch_saved_without_checksums_is_not_cut_and_proves_nothing(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weights": torch.arange(5000.0)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    assert cut(path) is None
+    assert not proves_itself(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    assert cut(path)
+
+
 def test_what_no_format_is_known_of_says_nothing(tmp_path):
     path = tmp_path / "ckpt.bin"
     path.write_bytes(b"anything")
