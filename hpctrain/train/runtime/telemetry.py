@@ -1,15 +1,10 @@
 """One rank's account of its steps: what they took, what they waited for, and who is slow.
 
 Every rank counts; rank 0 writes step marks into the ledger, the attempt's heartbeat, and now and
-then what all ranks' time and memory went to. For that ranks agree on a tick (`StopRequest.tell`),
-and a few numbers of each travel over the control group while training runs, never over the
-gradients' group. What cannot be written costs the fact, never the training. A step mark covers all
-steps since the last, and the older a run is the further apart marks are, so that the ledger of a
-month stays small.
-
-What tells ranks apart is the time up to a rank's last gradient (`ComputeTime`), which can be seen
-under DDP alone: where a model is sharded, ranks wait for each other all along the way.
-tests/unit/runtime/test_step_log.py and tests/engines/test_telemetry.py hold the promises.
+then what all ranks' time and memory went to (`StopRequest.tell`). What cannot be written costs the
+fact, never the training. What tells ranks apart is the time up to a rank's last gradient
+(`ComputeTime`), which can be seen under DDP alone. tests/unit/runtime/test_step_log.py and
+tests/engines/test_telemetry.py hold the promises.
 """
 
 from __future__ import annotations
