@@ -483,7 +483,7 @@ def sample_of(t: float, step: int, steps: int, rows: Sequence[Sequence[float]]) 
     for position, name in enumerate((*SECONDS, *WHOLE)):
         values = [row[position] for row in rows]
         is_whole = not any(math.isnan(value) for value in values)
-        convert = int if name in WHOLE else _short
+        convert = int if name in WHOLE else partial(round, ndigits=4)
         sample[name] = [convert(value) for value in values] if is_whole else None
     return sample
 
@@ -518,10 +518,6 @@ def slowest(sample: dict[str, Any]) -> dict[str, float]:
         return {}
     rank = max(range(len(own)), key=own.__getitem__)
     return {"slow_rank": rank, "slow_by": round(own[rank] / usual - 1, 3)}
-
-
-def _short(seconds: float) -> float:
-    return round(seconds, 4)
 
 
 # ---- step marks
