@@ -70,8 +70,8 @@ def meet(run: Run, framework: str, ranks: int, do: str) -> None:
         )
 
 
-def seal(run: Run, step: int, path: Path) -> None:
-    """Take what the framework has saved under the run's care; collective.
+def seal(run: Run, step: int, path: Path) -> bool:
+    """Take what the framework has saved under the run's care; return whether. Collective.
 
     A seal that fails costs itself: the file stands as the framework has written it.
     """
@@ -82,3 +82,5 @@ def seal(run: Run, step: int, path: Path) -> None:
     except CheckpointError as error:
         if run.world.rank == 0:
             log.warning("step %d is not registered: %s; training continues", step, error)
+        return False
+    return True

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from hpctrain.train.runtime.run import Run
 
-NO_METRICS = ("epoch", "num_input_tokens_seen", "total_flos")
+NO_METRICS = ("epoch", "num_input_tokens_seen", "total_flos", "step", "total")
+"""Names in a log that are no values of a step, or arguments of `Run.at`."""
 
 
 class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc] # transformers is skipped by mypy

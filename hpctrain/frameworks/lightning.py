@@ -31,12 +31,13 @@ class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipp
         Args:
             run: What `hpctrain.init` gave.
             every_n_steps: Save so often; 0 saves at stops only.
-            keep: How many of its checkpoints it leaves on the disk.
+            keep: How many of its checkpoints it leaves on the disk, over all starts of the run.
         """
         self._run = run
         self._every = every_n_steps
         self._keep = keep
-        self._saved: list[Path] = []
+        folder = None if run.dir is None else run.dir.root / "output"
+        self._saved = [] if folder is None else sorted(folder.glob("step-*.ckpt"))
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -51,12 +52,13 @@ class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipp
         self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any
     ) -> None:
         """Count the update, save where it is due, and leave at a stop."""
-        step = trainer.global_step
-        if step == self._run.step:  # gradients are still being gathered
+        before, step = self._run.step, trainer.global_step
+        if step == before:  # gradients are still being gathered
             return
         self._run.at(step, **self._loss(trainer, outputs))
         stops = self._run.should_stop()
-        if stops or (self._every and step % self._every == 0):
+        # Two optimizers count two steps for a batch, and may step over a multiple.
+        if stops or (self._every and step // self._every > before // self._every):
             self._save(trainer, step)
         if stops:
             self._run.leave()
@@ -73,8 +75,10 @@ class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipp
         folder = Path(trainer.default_root_dir) if run is None else run.root / "output"
         path = folder / f"step-{step:010d}.ckpt"
         trainer.save_checkpoint(path)
-        seal(self._run, step, path)
-        self._saved.append(path)
+        is_sealed = seal(self._run, step, path)
+        self._saved = [*(old for old in self._saved if old.name < path.name), path]
+        if not is_sealed:  # the run resumes from an older one
+            return
         for old in self._saved[: -self._keep]:
             trainer.strategy.remove_checkpoint(old)
         self._saved = self._saved[-self._keep :]

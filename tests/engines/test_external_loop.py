@@ -211,7 +211,7 @@ def _seals(run):
     time.sleep(SAVE_S)
     path = run.dir.root.parent / "state.bin"
     path.write_bytes(b"weights")
-    run.sealed(1, path)
+    run.sealed(np.int64(1), path)
     run.at(2)
     return run._clock.save_s
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain
+from hpctrain.errors import CheckpointError
 from hpctrain.ledger.history.attempts import attempts
 from hpctrain.ledger.history.progress import progress
 from hpctrain.ledger.history.run_history import RunHistory
@@ -25,8 +27,6 @@ from tests.support import local_runs
 from tests.support.sampling import some
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 RANKS, STEPS, PREEMPTED_AT, NEVER = 2, 100, 7, 10**6
@@ -119,7 +119,7 @@ class ToldRun:
 
     def __init__(self):
         self.world = SimpleNamespace(rank=0, world_size=1)
-        self.step, self.said = 0, []
+        self.step, self.said, self.dir = 0, [], None
 
     def at(self, step, **values):
         self.step = step
@@ -150,6 +150,7 @@ def test_a_trainer_that_stops_saves_and_neither_evaluates_nor_deletes_its_last_c
         state.global_step = step
         control.should_evaluate = True
         callback.on_step_end(asked, state, control)
+        callback.on_log(asked, state, control, logs={"step": step, "total": 7, "loss": 0.5})
         assert control.should_training_stop == control.should_save == (step == 2)
         assert control.should_evaluate == (step == 1)
     callback.on_save(asked, state, control)
@@ -160,7 +161,8 @@ def test_a_trainer_that_stops_saves_and_neither_evaluates_nor_deletes_its_last_c
     assert state.best_model_checkpoint is None
     callback.on_train_end(asked, state, control)
     begun = (0, {"total": 80})
-    assert run.said == [begun, (1, {}), (2, {}), ("sealed", 2, "checkpoint-2"), "left"]
+    steps = [(1, {}), (1, {"loss": 0.5}), (2, {}), (2, {"loss": 0.5})]
+    assert run.said == [begun, *steps, ("sealed", 2, "checkpoint-2"), "left"]
 
 
 def test_lightnings_handler_of_sigterm_is_put_aside_and_gathered_gradients_are_no_step():
@@ -180,6 +182,35 @@ def test_lightnings_handler_of_sigterm_is_put_aside_and_gathered_gradients_are_n
     trainer.global_step = 1
     callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(1.0)})
     assert run.said == [(0, {"total": 80}), (1, {"loss": 1.0})]
+
+
+def test_lightning_keeps_so_many_checkpoints_over_all_starts_and_steps_over_no_save(tmp_path):
+    """Two optimizers count two steps for a batch."""
+    run = ToldRun()
+    run.should_stop = lambda: False
+    run.dir = SimpleNamespace(root=tmp_path)
+    output = tmp_path / "output"
+    output.mkdir()
+    for step in (10, 20, 70):  # the last is damaged, and the run resumes from 20
+        (output / f"step-{step:010d}.ckpt").touch()
+    trainer = SimpleNamespace(global_step=21, log_every_n_steps=100, save_checkpoint=Path.touch)
+    trainer.strategy = SimpleNamespace(remove_checkpoint=Path.unlink)
+    run.step = 21
+    callback = hpctrain.frameworks.lightning.LightningCallback(run, every_n_steps=10, keep=2)
+    left = {}
+    for step in range(23, 53, 2):
+        trainer.global_step = step
+        if step == 41:
+            run.sealed = refuse
+        callback.on_train_batch_end(trainer, None, {})
+        left[step] = sorted(int(path.stem[5:]) for path in output.iterdir())
+    assert left[29] == [10, 20, 70]
+    assert left[31] == [20, 31, 70]
+    assert left[51] == [20, 31, 41, 51, 70], "those that the run can resume from stay"
+
+
+def refuse(_step, _path):
+    raise CheckpointError("no room")
 
 
 @pytest.mark.parametrize(("batches", "automatic"), [(math.inf, True), (80, False)])

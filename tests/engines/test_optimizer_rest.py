@@ -289,6 +289,51 @@ def test_gradients_that_nobody_clears_go_on(tmp_path):
     assert resumed(tmp_path, run_it, 2, 5, 7) == undisturbed(tmp_path, run_it, 7)
 
 
+def looking_up(run, total):
+    """Micro-batches of an embedding whose gradients are sparse; three make an update."""
+    table = nn.Embedding(6, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    run.track(model=table, optimizer=optimizer)
+    for step in run.steps(total):
+        table(torch.tensor([step % 6, 0, step % 2, 0])).square().sum().backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(table)
+
+
+@pytest.mark.parametrize("stops", [(1,), (2, 5), (3,)])
+def test_sparse_gradients_of_half_an_update_go_on(tmp_path, stops):
+    assert resumed(tmp_path, looking_up, *stops, 7) == undisturbed(tmp_path, looking_up, 7)
+
+
+class CountsInPython(torch.optim.Adam):
+    """A subclass of Adam whose own step counts by a number of Python's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            parameter.sub_(parameter.grad, alpha=0.1 / state["step"])
+
+
+def test_a_second_optimizer_keeps_numbers_of_which_torch_would_make_tensors(tmp_path):
+    def run_it(run, total):
+        model, second = net(), net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        others = {"second": second, "optimizer2": CountsInPython(second.parameters())}
+        run.track(model=model, optimizer=optimizer, **others)
+        for step in run.steps(total):
+            for one, by in ((model, optimizer), (second, others["optimizer2"])):
+                by.zero_grad()
+                loss_of(one, step).backward()
+                by.step()
+        return values(model, second)
+
+    assert resumed(tmp_path, run_it, 2, 4) == undisturbed(tmp_path, run_it, 4)
+
+
 @pytest.mark.parametrize("to_none", [False, True])
 def test_gradients_that_an_update_has_used_are_not_saved(tmp_path, to_none):
     from hpctrain.checkpoint.store import find

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import CheckpointError
+from hpctrain.node.agent.end_writer import read_outcome
 from tests.support.resumed import resumed, start, undisturbed, values
 from tests.support.value_trees import facts
 
@@ -62,6 +63,55 @@ def test_numbers_that_the_optimizer_keeps_in_its_groups_go_on(tmp_path):
 
     assert end == undisturbed(tmp_path, counting, 5)
     assert end[1][0]["k"] == 5
+
+
+def by_epochs(run, total):
+    """A loop over steps for each epoch of two; the program sets the rate by itself."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for end in range(2, 8, 2):
+        for _ in run.steps(min(end, total)):
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    return facts(model.weight), optimizer.param_groups[0]["lr"]
+
+
+def test_a_program_may_have_a_loop_for_each_epoch(tmp_path):
+    assert resumed(tmp_path, by_epochs, 3, 6) == undisturbed(tmp_path, by_epochs, 6)
+
+
+def test_a_run_whose_second_loop_has_begun_is_not_done(tmp_path):
+    """A crash in it would be taken for the end of the run."""
+
+    def program(run, _total):
+        run.track(model=nn.Linear(2, 1))
+        outcomes = []
+        for end in (1, 2):
+            outcomes += [read_outcome(run.dir, 1).get("outcome") for _ in run.steps(end)]
+        return outcomes
+
+    assert start(tmp_path, program, 2) == [None, "left"]
+
+
+def test_a_group_may_be_taken_out(tmp_path):
+    def program(run, total):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        groups = [{"params": part.parameters()} for part in model]
+        optimizer = torch.optim.Adam(groups, lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(total):
+            if step >= 2:
+                del optimizer.param_groups[:-1]
+            optimizer.param_groups[-1]["lr"] *= 0.5
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return facts(model[0].weight), facts(model[1].weight), optimizer.param_groups[0]["lr"]
+
+    assert resumed(tmp_path, program, 1, 3, 5) == undisturbed(tmp_path, program, 5)
 
 
 ODD = {

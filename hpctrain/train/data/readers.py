@@ -265,7 +265,8 @@ def _array(parts: list[Any]) -> Any:
     import numpy as np
 
     dtype, shape, raw = parts
-    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape).copy()
+    # Without dimensions it is a number: an array could be no key and no member of a set.
+    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape).copy()[()]
 
 
 def _is_array(value: Any) -> bool:

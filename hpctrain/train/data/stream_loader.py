@@ -16,13 +16,14 @@ import heapq
 import json
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_workers
 
-from hpctrain.core.base.mesh import ANY_PASSES
+from hpctrain.core.base.mesh import ANY_PASSES, count_leaves
 from hpctrain.core.world import one_line
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.data.batches import (
@@ -268,7 +269,7 @@ class StreamLoader:
 
     def _handed(self, part: _Part | None, total: int, place: DataPlace) -> Any:
         """A batch of `total` samples from here on counts as consumed."""
-        first, template = self.consumed, self._template(place)
+        first, template = self.consumed, _template(self._rules, place)
         if part is not None:
             collated, weights = part.pieces, part.weights
             for number, samples, is_done, state in part.places:
@@ -322,7 +323,7 @@ class StreamLoader:
                 {reader: self._places[reader] for reader in groups[worker]} for worker in turned
             ],
             workers=turned,
-            template=self._template(place),
+            template=_template(self._rules, place),
             equal=_needs_shape(place),
             collate=self._collate,
         )
@@ -350,31 +351,6 @@ class StreamLoader:
         if turns["workers"] != workers or len(of_ranks) != place.ranks:
             return 0
         return int(of_ranks[place.rank]) % max(1, workers)
-
-    def _template(self, place: DataPlace) -> list[MicrobatchSamples]:
-        """Return this rank's passes of a full batch.
-
-        Refuse a batch of which a rank would have no sample: it would never read its readers.
-        """
-        micro_batch = self._rules.micro_batch
-        passes = ANY_PASSES if micro_batch is None else place.passes
-        cuts = [
-            cut_step(
-                range(self._rules.global_batch),
-                rank,
-                place.ranks,
-                micro_batch or 0,
-                index=int,
-                passes=passes,
-            ).pieces
-            for rank in range(place.ranks)
-        ]
-        if any(not any(sum(piece.weights) for piece in pieces) for pieces in cuts):
-            raise UsageError(
-                f"run.stream_loader: global_batch={self._rules.global_batch} has no sample for "
-                f"some of {place.ranks} ranks; take one that has"
-            )
-        return cuts[place.rank]
 
 
 class _Part(NamedTuple):
@@ -480,6 +456,25 @@ class _Draw:
             place = self._places[number]
             self._open[number] = OpenReader(share.source, number, share.readers, share.epoch, place)
         return self._open[number]
+
+
+@lru_cache(maxsize=2)
+def _template(rules: StreamRules, place: DataPlace) -> list[MicrobatchSamples]:
+    """Return a rank's passes of a full batch.
+
+    Refuse a batch of which a rank would have no sample: it would never read its readers.
+    """
+    micro_batch = rules.micro_batch or 0
+    passes = ANY_PASSES if rules.micro_batch is None else place.passes
+    whole = range(rules.global_batch)
+    cut = cut_step(whole, place.rank, place.ranks, micro_batch, index=int, passes=passes)
+    dealt = count_leaves(len(whole), micro_batch) if passes.leaves else len(whole)
+    if dealt < place.ranks:
+        raise UsageError(
+            f"run.stream_loader: global_batch={rules.global_batch} has no sample for some of "
+            f"{place.ranks} ranks; take one that has"
+        )
+    return cut.pieces
 
 
 def _needs_shape(place: DataPlace) -> bool:

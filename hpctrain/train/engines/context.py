@@ -1,4 +1,4 @@
-"""ContextParallel parallelism: ranks that read the same samples, each a part of every sequence.
+"""Context parallelism: ranks that read the same samples, each a part of every sequence.
 
 A sequence is cut into twice as many parts as there are ranks. Each rank has one from the front and
 one from the back, so that all have as much to look back on:

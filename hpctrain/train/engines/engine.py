@@ -265,9 +265,5 @@ class Engine(abc.ABC):
         """
         last = self.mesh.pp_rank(self.world.rank) == self.mesh.pp - 1
         counts = last and self.mesh.tp_rank(self.world.rank) == 0
-        value = (
-            local.detach().to(torch.float64)
-            if counts
-            else torch.zeros_like(local, dtype=torch.float64)
-        )
-        return float(global_sum(self.world, value))
+        value = local.detach().double()
+        return float(global_sum(self.world, value if counts else torch.zeros_like(value)))

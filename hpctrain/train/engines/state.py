@@ -6,9 +6,8 @@ by its class, never by its name. Sharded parameters stay sharded (DTensor). What
 optimizer's state has its type at the end of the name: ``optim.weight.step:int``,
 ``optim.weight.history:json``. The optimizer's groups are `runtime.fitting`'s matter.
 
-At a load the checkpoint says which state there is, not the fresh program: `wanted` makes memory for
-what the checkpoint has, and `apply` gives it to the program; no optimizer steps for that. State of
-a parameter that the optimizer does not update yet waits until it does.
+At a load the checkpoint says which state there is: `wanted` makes memory for it, and `apply` gives
+it to the program. State of a parameter that the optimizer does not update yet waits until it does.
 tests/engines/test_changed_programs.py, test_what_steps_do.py, test_names_of_state.py and
 test_save_and_restore.py hold the promises.
 """

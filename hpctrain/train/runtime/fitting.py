@@ -245,6 +245,8 @@ class ParamGroups:
         self.order: list[int | None] | None = None
         self._driven, self._allow = driven, allow
         self._begun: list[dict[str, Any]] = []
+        self._noted: list[dict[str, Any]] = []
+        """The groups of which `_begun` has the values."""
         self._saved: list[dict[str, Any]] = []
         """The checkpoint's groups, as `state_dict` has them, each with its members."""
         self._taken: set[int] = set()
@@ -296,17 +298,19 @@ class ParamGroups:
         }
 
     def _note_new(self) -> None:
-        """Note groups that have come since, and give them what waits for them."""
-        for group in self.optimizer.param_groups[len(self._begun) :]:
-            self._begun.append(
-                {
-                    k: deepcopy(v) if _is_plain(v) else v
-                    for k, v in group.items()
-                    if k not in FOLLOWS
-                }
-            )
-            if self._saved:
-                self._take(len(self._begun) - 1)
+        """Note groups that have come since or are gone, and give new ones what waits for them."""
+        groups = self.optimizer.param_groups
+        there, noted = [*map(id, groups)], [*map(id, self._noted)]
+        if there == noted:
+            return
+        known = dict(zip(noted, self._begun, strict=True))
+        if known.keys().isdisjoint(there):  # a load of the optimizer's own has made all anew
+            known = dict(zip(there, self._begun, strict=False))
+        new = [number for number, group in enumerate(there) if group not in known]
+        self._begun = [known.get(id(group)) or _values(group) for group in groups]
+        self._noted = [*groups]
+        for number in new if self._saved else ():
+            self._take(number)
 
     def _own_members(self) -> list[list[str]]:
         """Names in each group of this rank's, and of what is in none."""
@@ -413,6 +417,12 @@ def shown(value: Any) -> str:
         number = _number(value)
         return f"a tensor of {value.dtype}" if number is None else f"{number:g}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a group's values."""
+    values = {key: value for key, value in group.items() if key not in FOLLOWS}
+    return {key: deepcopy(value) if _is_plain(value) else value for key, value in values.items()}
 
 
 def _row(group: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:

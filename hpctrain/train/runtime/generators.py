@@ -1,10 +1,8 @@
 """The random generators of a rank: those of the process, and those that `run.track` was given.
 
 A checkpoint holds each rank's own, so at the same number of ranks all continue where they were. On
-another mesh the saved ones have no owner. Torch's and Python's start from (seed, step, rank) then,
-which is the same however often the run is disturbed. Of numpy's global one and the tracked ones the
-program decides: where it has made them alike on all ranks they must stay alike (they may shuffle
-data), so all ranks take rank 0's; where it has not, they start from (seed, step, rank) too.
+another mesh they start from (seed, step, rank); but numpy's global one and the tracked ones, where
+the program has made them alike on all ranks, are rank 0's on all (they may shuffle data).
 tests/unit/runtime/test_generators.py and tests/engines/test_resume.py hold the promises.
 """
 

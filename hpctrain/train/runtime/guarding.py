@@ -535,10 +535,7 @@ class Divergence:
 
 
 def slices(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The numbers of tensors in `count` slices that take about as long; the same on every rank.
-
-    `sizes` are bytes. Some slices are empty where there are fewer tensors.
-    """
+    """The numbers of tensors or files in `count` slices of about as many bytes, some of none."""
     cut: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):

@@ -80,7 +80,10 @@ class NothingKept:
 
 
 class TrainingState(NothingKept):
-    """One rank's side of saves, copies in memory, and the restore. Collective but for `settle`."""
+    """One rank's side of saves, copies in memory, and the restore. Collective but for `settle`.
+
+    What has no description is as in `NothingKept`.
+    """
 
     def __init__(
         self,
@@ -192,8 +195,7 @@ class TrainingState(NothingKept):
         """See `NothingKept`. Also reports how copies do."""
         return self._copies is not None and self._copies.wishes(step, self._stops.steps_ahead)
 
-    def follow(self, agreed: StopRequest, step: int) -> None:
-        """See `NothingKept`."""
+    def follow(self, agreed: StopRequest, step: int) -> None:  # noqa: D102
         if agreed.save or self._saves.is_due(step):
             self._flush()
             with self._saving:
@@ -219,22 +221,19 @@ class TrainingState(NothingKept):
         self._saves.final(step, partial(self.snapshot, step), left_s)
         self._saves.close()
 
-    def save_at_end(self, step: int) -> None:
-        """See `NothingKept`."""
+    def save_at_end(self, step: int) -> None:  # noqa: D102
         self._flush()
         with self._saving:
             self._saves.patiently(step, partial(self.snapshot, step))
         self._saves.close()
 
-    def warm_up(self, step: int) -> None:
-        """See `NothingKept`."""
+    def warm_up(self, step: int) -> None:  # noqa: D102
         snapshot = partial(self.snapshot, step)
         self._saves.warm_up(snapshot)
         if self._copies is not None:
             self._copies.warm_up(snapshot)
 
-    def settle(self) -> None:
-        """See `NothingKept`."""
+    def settle(self) -> None:  # noqa: D102
         self._saves.settle()
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 NAME = "hpctrain.optimizer"
 """Under this, and names below it, among what is tracked."""
 GRADIENTS = "tracked.hpctrain.gradients."
+INDICES, VALUES = ":indices", ":values"
+"""Ends of the names of a sparse gradient's parts, as torch's Embedding has one."""
 LOST = (
     "gradients that were added up since the last update are each rank's own, and are dropped at "
     "another number of ranks"
@@ -167,7 +169,11 @@ class NamedOptimizer:
             values = self.optimizer.state[parameters[number]] if isinstance(number, int) else {}
             for key, value in saved.items() if isinstance(saved, dict) else ():
                 loaded = values.get(key)
-                if isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                if not isinstance(loaded, torch.Tensor):
+                    continue
+                if not isinstance(value, torch.Tensor):  # Adam makes a tensor of a subclass's count
+                    values[key] = value
+                elif loaded.dtype != value.dtype:
                     values[key] = value.to(loaded.device)
 
     def _names(self) -> list[list[str]]:
@@ -302,27 +308,41 @@ class Gradients:
         """Return what is pending, by names that no other rank has."""
         if self._is_applied and not self._is_never_cleared:
             return {}
-        return {
-            f"{_stem(self._rank)}{name}": local(parameter.grad).detach()
-            for name, parameter in parameters(self._model)
-            if parameter.grad is not None
-        }
+        pending = {}
+        for name, parameter in parameters(self._model):
+            if parameter.grad is None:
+                continue
+            grad, stem = local(parameter.grad).detach(), _stem(self._rank) + name
+            if not grad.is_sparse:
+                pending[stem] = grad
+                continue
+            # As they lie: the public ones add up first, and other roundings would follow.
+            pending[stem + INDICES] = grad._indices()  # noqa: SLF001
+            pending[stem + VALUES] = grad._values()  # noqa: SLF001
+        return pending
 
     def wanted(self, manifest: Manifest, *, is_same_mesh: bool) -> dict[str, torch.Tensor]:
         """Return tensors to load this rank's gradients into; none of another mesh."""
         saved = {entry.name: entry for entry in manifest.tensors}
         targets = {}
         for name, parameter in parameters(self._model) if is_same_mesh else ():
-            entry = saved.get(_stem(self._rank) + name)
-            own = local(parameter)
+            own, stem = local(parameter), _stem(self._rank) + name
+            entry = saved.get(stem)
             if entry is not None and entry.shape == tuple(own.shape):
                 targets[entry.name] = torch.empty_like(own)
+            for mark, dtype in ((INDICES, torch.int64), (VALUES, own.dtype)):
+                if (entry := saved.get(stem + mark)) is not None:
+                    targets[entry.name] = torch.empty(entry.shape, dtype=dtype, device=own.device)
         return targets
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give parameters the gradients that `wanted` asked for."""
         for name, parameter in parameters(self._model):
-            grad = tensors.get(_stem(self._rank) + name)
+            stem = _stem(self._rank) + name
+            grad = tensors.get(stem)
+            if stem + INDICES in tensors:
+                parts = tensors[stem + INDICES], tensors[stem + VALUES]
+                grad = torch.sparse_coo_tensor(*parts, parameter.shape, check_invariants=False)
             if grad is not None and isinstance(parameter, DTensor):
                 parameter.grad = DTensor.from_local(
                     grad, parameter.device_mesh, parameter.placements, run_check=False,

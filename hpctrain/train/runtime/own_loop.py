@@ -19,6 +19,7 @@ from hpctrain.core.world import gather, gather_on_0, on_rank_0, one_line
 from hpctrain.errors import CheckpointError, FileSystemFault, UsageError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import interval
+from hpctrain.train.runtime.guarding import slices
 from hpctrain.train.runtime.telemetry import memory
 
 if TYPE_CHECKING:
@@ -99,14 +100,8 @@ def seal(
 
 def share_of(files: Sequence[UnitFile], rank: int, ranks: int) -> list[UnitFile]:
     """The files that a rank reads: each goes to the rank that has the fewest bytes so far."""
-    loads = [0] * ranks
-    share: list[UnitFile] = []
-    for file in sorted(files, key=lambda file: (-file.size, file.name)):
-        least = loads.index(min(loads))
-        loads[least] += max(1, file.size)
-        if least == rank:
-            share.append(file)
-    return share
+    ordered = sorted(files, key=lambda file: file.name)
+    return [ordered[n] for n in slices([max(1, file.size) for file in ordered], ranks)[rank]]
 
 
 def _read(plan: SealPlan, files: Sequence[UnitFile]) -> list[tuple[UnitFile, SealedFile | str]]:

@@ -110,8 +110,9 @@ class Profiler:
     # ---- what the step loop calls
 
     def begin(self, step: int) -> None:
-        """The loop begins, with `step` updates applied."""
-        self._plan_next(step)
+        """Plan what is next, with `step` updates applied."""
+        self._plans = [plan for plan in self._plans if plan.window.last > step]
+        self.due = max(step, self._plans[0].window.first - 2) if self._plans else NEVER
 
     def at(self, step: int) -> None:
         """Step `step + 1` begins and `due` has come: prepare, start, mark or end."""
@@ -131,19 +132,13 @@ class Profiler:
             return
         request = ProfileRequest(**plain)
         first = max(step + 2, self._plans[0].window.last + 2 if self._active else 0)
-        plan = Plan(StepWindow(first, first + request.steps - 1), request.ranks, request.memory)
-        window = plan.window
-        fact = ProfileRequested(
-            first=window.first,
-            last=window.last,
-            ranks=request.ranks,
-            token=request.token,
-        )
+        window = StepWindow(first, first + request.steps - 1)
+        fact = ProfileRequested(**asdict(window), ranks=request.ranks, token=request.token)
         self._record_fact(fact)
-        self._plans.append(plan)
+        self._plans.append(Plan(window, request.ranks, request.memory))
         self._plans.sort(key=lambda one: one.window)
         if not self._active:
-            self._plan_next(step)
+            self.begin(step)
 
     def close(self, left_s: float | None = None) -> None:
         """End the loop: write what was traced, if the `left_s` seconds until the kill allow it."""
@@ -162,10 +157,6 @@ class Profiler:
 
     # ---- one profile
 
-    def _plan_next(self, step: int) -> None:
-        self._plans = [plan for plan in self._plans if plan.window.last > step]
-        self.due = max(step, self._plans[0].window.first - 2) if self._plans else NEVER
-
     def _advance(self, step: int) -> None:
         plan = self._plans[0]
         coming = step + 1
@@ -173,7 +164,7 @@ class Profiler:
         if coming > plan.window.last:
             self._end()
             self._active = False
-            self._plan_next(step)
+            self.begin(step)
             if self.due <= step:
                 self._advance(step)
             return

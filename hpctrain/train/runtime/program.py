@@ -266,7 +266,10 @@ class Program:
     def begin(self) -> None:
         """Note how the program has made its optimizer. Collective where ranks differ in it."""
         optimizer, model = self.optimizer, self.model
-        if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
+        # At a second loop the groups have been noted: what training has made of them is no start.
+        known = self._groups
+        is_new = known is None or known.optimizer is not optimizer or known.model is not model
+        if isinstance(optimizer, torch.optim.Optimizer) and model is not None and is_new:
             self._groups = ParamGroups(
                 optimizer, model, driven=self._driven, allow=lambda: self.allow
             )

@@ -305,6 +305,8 @@ class Run:
         """
         if self._has_own_loop:
             raise UsageError(ONE_LOOP)
+        if self._has_loop:  # behind an earlier loop, which was not the end
+            self._record.outcome("left", None, None)
         self._has_loop = True
         self._telemetry.total = int(total) if isinstance(total, Integral) else None  # infinity?
         self._guards.prepare()
@@ -519,8 +521,9 @@ class Run:
         """
         if self._place is None:
             return
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= step <= MAX_STEP:
             raise UsageError(f"run.sealed takes a step from 0 on, not {step!r}")
+        step = int(step)
         own_s = None
         if self._has_own_loop:
             # What the program has saved of the step since it was reported took no longer.

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -184,8 +184,7 @@ class Stops:
         copy into the nodes' memory. With `tell`, this rank wants to know what all ranks' time went
         to.
         """
-        request = self._request(save=save, tell=tell)
-        agreed = self._agreement.tick(replace(request, memory=memory) if memory else request)
+        agreed = self._agreement.tick(self._request(save=save, tell=tell, memory=memory))
         if agreed.stop >= WARNED:
             # Only now: most ticks of short steps exchange nothing, and would lose it.
             self._signals.warned = False
@@ -247,16 +246,16 @@ class Stops:
             return STOP_TERM
         return self._requests.stop if self._requests is not None else 0
 
-    def _request(self, *, save: bool, tell: bool) -> StopRequest:
+    def _request(self, *, save: bool, tell: bool, memory: bool) -> StopRequest:
         stop = self._heard()
         if not stop and self._world.rank == 0 and self._is_due():
             stop = STOP_CLOCK
         elif not stop and self._signals.warned:
             stop = WARNED
         profile = self._requests.profile if self._requests is not None else 0
-        if not (stop or save or tell or profile):
+        if not (stop or save or tell or profile or memory):
             return NOTHING
-        return StopRequest(stop, save, tell, profile)
+        return StopRequest(stop, save, tell, profile, memory)
 
     def _is_due(self) -> bool:
         if self._clock.end_time is None:

@@ -1,15 +1,10 @@
 """One rank's account of its steps: what they took, what they waited for, and who is slow.
 
 Every rank counts; rank 0 writes step marks into the ledger, the attempt's heartbeat, and now and
-then what all ranks' time and memory went to. For that ranks agree on a tick (`StopRequest.tell`),
-and a few numbers of each travel over the control group while training runs, never over the
-gradients' group. What cannot be written costs the fact, never the training. A step mark covers all
-steps since the last, and the older a run is the further apart marks are, so that the ledger of a
-month stays small.
-
-What tells ranks apart is the time up to a rank's last gradient (`ComputeTime`), which can be seen
-under DDP alone: where a model is sharded, ranks wait for each other all along the way.
-tests/unit/runtime/test_step_log.py and tests/engines/test_telemetry.py hold the promises.
+then what all ranks' time and memory went to (`StopRequest.tell`). What cannot be written costs the
+fact, never the training. What tells ranks apart is the time up to a rank's last gradient
+(`ComputeTime`), which can be seen under DDP alone. tests/unit/runtime/test_step_log.py and
+tests/engines/test_telemetry.py hold the promises.
 """
 
 from __future__ import annotations
@@ -488,7 +483,7 @@ def sample_of(t: float, step: int, steps: int, rows: Sequence[Sequence[float]]) 
     for position, name in enumerate((*SECONDS, *WHOLE)):
         values = [row[position] for row in rows]
         is_whole = not any(math.isnan(value) for value in values)
-        convert = int if name in WHOLE else _short
+        convert = int if name in WHOLE else partial(round, ndigits=4)
         sample[name] = [convert(value) for value in values] if is_whole else None
     return sample
 
@@ -523,10 +518,6 @@ def slowest(sample: dict[str, Any]) -> dict[str, float]:
         return {}
     rank = max(range(len(own)), key=own.__getitem__)
     return {"slow_rank": rank, "slow_by": round(own[rank] / usual - 1, 3)}
-
-
-def _short(seconds: float) -> float:
-    return round(seconds, 4)
 
 
 # ---- step marks

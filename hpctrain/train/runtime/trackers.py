@@ -1,16 +1,10 @@
 """What a rank leaves beside checkpoints: events, the outcome, and scalars for trackers.
 
-Rank 0 of a run writes; the record of any other rank, and of a program outside hpctrain, writes
-nothing. Trackers (TensorBoard, wandb, the user's own) are never in the way of training: each works
-behind a queue in a thread of its own (`TrackerThread`). wandb has one run over all attempts and is
-imported only where `track.loggers` names it; where the node has no way to its server it writes
-offline, below the run's directory, and `wandb sync` sends that later.
-
-TensorBoard's files are written by hpctrain, one for each attempt: TensorBoard reads files in the
-order of their names, and torch's SummaryWriter names them by the node's clock. A file begins with
-the step from which on it counts, else TensorBoard shows recomputed steps twice. docs/watching.md
-shows how to write a tracker; tests/unit/runtime/test_trackers.py, test_event_file.py and
-test_rank_record.py hold the promises.
+Rank 0 of a run writes. Each tracker (TensorBoard, wandb, the user's own) works behind a queue in a
+thread of its own. TensorBoard's files are written by hpctrain, one for each attempt: TensorBoard
+reads files in the order of their names, and torch's SummaryWriter names them by the node's clock.
+docs/watching.md shows how to write a tracker; tests/unit/runtime/test_trackers.py,
+test_event_file.py and test_rank_record.py hold the promises.
 """
 
 from __future__ import annotations
@@ -472,7 +466,7 @@ class RankRecord:
 
     def start_trackers(self, step: int) -> None:
         """Start TensorBoard and what `track.loggers` names; `step` updates are applied."""
-        if self._place is None:
+        if self._place is None or self._trackers is not None:
             return
         self._trackers = Trackers(
             self._place.run,

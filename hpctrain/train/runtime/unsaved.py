@@ -5,12 +5,9 @@ Two looks, on rank 0 alone, each once in an attempt, so that no step is slower f
 - After the first step: optimizers, schedulers, loss scalers and averages of weights that live in
   the process and that nothing tracked leads to. A resumed run begins them anew.
 - At a resume: attributes of modules, of the optimizer and of tracked objects, and buffers that are
-  not persistent, which had changed by the time of the checkpoint and have begun anew. That is so if
-  one is before the first step what it was before the run's first, and after it either what it was
-  after the run's first, or nearer to its start than to the checkpoint's. So what a program computes
-  from the step's number, and what it keeps of its last batch, is not named.
+  not persistent, which had changed by the time of the checkpoint and have begun anew (`_is_new`).
+  What a program computes from the step's number, or keeps of its last batch, is not named.
 
-What begins as None is left out: caches are of that kind.
 tests/engines/test_unsaved.py holds the promises; docs/checkpoints.md shows the messages.
 """
 

@@ -234,6 +234,7 @@ def test_tensors_and_arrays_come_back_as_they_were():
     assert torch.equal(again["a"], state["a"])
     assert again["b"].tolist() == state["b"].tolist()
     assert again["c"].dtype == np.float32
+    assert {again["c"]: 1} == {np.float32(2): 1}, "a number can be a key, an array cannot"
 
 
 def test_what_no_checkpoint_holds_is_refused_by_its_place():
