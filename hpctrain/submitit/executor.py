@@ -26,6 +26,8 @@ from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import make_runs_folder
 from hpctrain.core.base.text import hms
+from hpctrain.core.settings.check import node_range, time_s
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import RunExists, UsageError
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
@@ -180,7 +182,8 @@ class _RunExecutor(core.PicklingExecutor):
         run, files = RunDir(started.dir), JobFiles.of(RunDir(started.dir))
         files.folder.mkdir(mode=0o700, exist_ok=True)
         written.replace(files.pickle())  # the ranks wait for it
-        ranks = self._num_tasks()
+        slurm = load_spec(run.spec).settings.slurm  # presets and hpctrain.toml have a say, too
+        ranks = node_range(slurm.nodes)[1] * slurm.ranks()
         [script] = run.jobs.glob("*.sh")
         job: Job[Any] = Job(self.folder, started.job_id, tasks=list(range(ranks)))
         files.link(job.paths, run, script, ranks)
@@ -192,7 +195,8 @@ class _RunExecutor(core.PicklingExecutor):
         from hpctrain.cli.api import submit
         from hpctrain.launch.prepare import free_name
 
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.parameters.get("job_name", "submitit")))
+        given = self.parameters.get("job_name") or self.parameters.get("name", "submitit")
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", str(given))
         for _ in range(NAME_TRIES):
             name = free_name(self.runs, stem.strip("-.")[:80] or "submitit")
             try:
@@ -204,7 +208,7 @@ class _RunExecutor(core.PicklingExecutor):
     def _flags(self) -> dict[str, Any]:
         """The arguments of `hpctrain.submit`, but for what is a job's own."""
         limit_s = self._limit_s()
-        lead_s = min(self.parameters.get("signal_delay_s", 90), limit_s / 3)
+        lead_s = min(float(self.parameters.get("signal_delay_s", 90)), limit_s / 3)
         task = {
             "folder": str(self.folder),
             "lead_s": lead_s,
@@ -230,8 +234,7 @@ class _RunExecutor(core.PicklingExecutor):
         raise NotImplementedError
 
     def _num_tasks(self) -> int:
-        per_node = self.parameters.get("ntasks_per_node") or self.parameters.get("tasks_per_node")
-        return int(self.parameters.get("nodes", 1)) * max(1, per_node or 1)
+        raise UsageError("a job's tasks are those of its run: see job.num_tasks")
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         del command, uid
@@ -264,7 +267,8 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
         self._job_settings()
 
     def _limit_s(self) -> float:
-        return float(self.parameters.get("time", DEFAULT_MINUTES)) * 60
+        given = self.parameters.get("time", DEFAULT_MINUTES)
+        return time_s(given, where="time") if isinstance(given, str) else float(given) * 60
 
     def _job_settings(self) -> dict[str, Any]:
         given = dict(self.parameters)
@@ -277,7 +281,7 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
             warnings.warn('"num_gpus" is deprecated, please use "gpus_per_node" instead')  # noqa: B028
             given["gpus_per_node"] = given["num_gpus"]
         if given.get("gpus_per_task") and not given.get("gpus_per_node"):
-            given["gpus_per_node"] = given["gpus_per_task"] * tasks
+            given["gpus_per_node"] = _value("gpus_per_task", given["gpus_per_task"]) * tasks
         exclusive = given.get("exclusive")
         values = {
             f"slurm.{key}": _value(name, given[name])
@@ -428,7 +432,12 @@ def _value(name: str, value: Any) -> Any:
         return list(value)
     if name in {"nodes", "mem", "partition", "account", "qos", "constraint", "exclude"}:
         return str(value)
-    return int(value)
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(
+            f"{name} is {value!r}; it takes a number; slurm_gres asks for GPUs of a type"
+        ) from None
 
 
 def _option(name: str, value: Any) -> str:

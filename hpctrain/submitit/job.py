@@ -62,6 +62,11 @@ class RunWatcher(core.InfoWatcher):
         """The state in SLURM's words; UNKNOWN where nobody can say."""
         return self.get_info(job_id, mode=mode).get("State") or UNKNOWN
 
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether a job is over; submitit's own takes a suspended one for done, for good."""
+        is_suspended = self.get_state(job_id, mode) == JobState.SUSPENDED
+        return not is_suspended and super().is_done(job_id, mode="cache")
+
     def update(self) -> None:
         """Look at every job that is not over."""
         from hpctrain.ledger.history.run_history import RunHistory
@@ -75,6 +80,8 @@ class RunWatcher(core.InfoWatcher):
             history = RunHistory.read(run, marks="few")
             if history.state.phase in OVER:
                 self._note(job_id, history.state.phase, history)
+            elif not run.spec.exists():  # somebody has removed the run
+                self._note(job_id, RunState.LOST, history)
             else:
                 waiting.setdefault(_cluster_of(run), {})[job_id] = run, history
         for cluster, jobs in waiting.items():

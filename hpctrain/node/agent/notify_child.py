@@ -115,7 +115,7 @@ def run_command(news: Notification, command: str, folder: Path, timeout_s: float
 def post(news: Notification, path: Path, settings: NotifySettings) -> str:
     """Post the news to the URL that the file holds; what went wrong, or ""."""
     try:
-        url = path.read_text().strip()
+        url = path.read_text(errors="replace").strip()
     except OSError as error:
         return f"webhook_file {path}: {error.strerror}"
     if not url.startswith(("http://", "https://")):

@@ -225,10 +225,11 @@ def test_a_webhook_gets_the_news_and_its_url_is_written_nowhere(story, tmp_path,
         (f"http://127.0.0.1:9/{SECRET} x", "webhook: InvalidURL"),
         (f"http:///{SECRET}", "webhook: "),
         (SECRET, "it holds no http or https URL"),
+        ("\udcff" + SECRET, "it holds no http or https URL"),
     ],
 )
 def test_a_webhook_that_fails_is_in_the_ledger_without_its_url(story, tmp_path, url, said):
-    (tmp_path / "hook").write_text(url)
+    (tmp_path / "hook").write_text(url, errors="surrogateescape")
     asked(story, webhook_file=str(tmp_path / "hook"))
     story.ended(1, "completed", "stop", step=40)
 
