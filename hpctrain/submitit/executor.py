@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import submitit
 from submitit.auto.auto import flexible_init
 from submitit.core import core, utils
+from submitit.local import local
 from submitit.slurm import slurm
 
 from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
@@ -35,7 +36,6 @@ from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from submitit.core.core import EquivalenceDict
     from submitit.core.utils import DelayedSubmission
 
     from hpctrain.cli.api import StartedJob
@@ -75,10 +75,6 @@ _OPTIONS = (
     "wckey",
 )
 """Parameters that are options of sbatch as they stand."""
-_OURS = frozenset(
-    {"time", "job_name", "exclusive", "gpus_per_task", "num_gpus", "additional_parameters"}
-    | {"array_parallelism", "stderr_to_stdout", "use_srun", "teardown"}
-)
 
 
 class _RunExecutor(core.PicklingExecutor):
@@ -233,21 +229,9 @@ class _RunExecutor(core.PicklingExecutor):
     def _job_settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _num_tasks(self) -> int:
-        raise UsageError("a job's tasks are those of its run: see job.num_tasks")
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        del command, uid
-        raise UsageError("hpctrain writes the batch scripts of its jobs: see job.paths")
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        del submission_file_path
-        raise UsageError("hpctrain calls the scheduler itself; see hpctrain.submit")
-
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        del string
-        raise UsageError("hpctrain reads the scheduler's answer itself")
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        super()._internal_update_parameters(**kwargs)
+        self._job_settings()
 
 
 class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
@@ -262,17 +246,14 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
         """Usable where there is an sbatch: a login node may have no srun."""
         return -1 if get_cluster(cls.cluster).missing(os.environ) else 2
 
-    def _internal_update_parameters(self, **kwargs: Any) -> None:
-        super()._internal_update_parameters(**kwargs)
-        self._job_settings()
-
     def _limit_s(self) -> float:
         given = self.parameters.get("time", DEFAULT_MINUTES)
         return time_s(given, where="time") if isinstance(given, str) else float(given) * 60
 
     def _job_settings(self) -> dict[str, Any]:
         given = dict(self.parameters)
-        more = {str(k).replace("-", "_"): v for k, v in _more(given).items()}
+        forced = given.get("additional_parameters") or {}
+        more = {str(name).replace("-", "_"): value for name, value in forced.items()}
         given |= {name: value for name, value in more.items() if name in _SETTINGS}
         _refuse(given)
         tasks = max(1, given.get("ntasks_per_node") or 1)
@@ -298,26 +279,18 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
         return values
 
 
-class LocalExecutor(_RunExecutor):
+class LocalExecutor(_RunExecutor, local.LocalExecutor):
     """Jobs as processes of this machine, under the same rules as on a cluster."""
 
+    job_class = Job  # type: ignore[assignment] # not submitit's own job, which has a process
     cluster = "local"
-
-    @classmethod
-    def affinity(cls) -> int:
-        """Usable everywhere, and never in the place of a scheduler."""
-        return 1
-
-    @classmethod
-    def _equivalence_dict(cls) -> EquivalenceDict | None:
-        return None
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
         return {"setup", "signal_delay_s"}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        super()._internal_update_parameters(**kwargs)
+        core.PicklingExecutor._internal_update_parameters(self, **kwargs)  # noqa: SLF001 - all nodes
         self._job_settings()
 
     def _limit_s(self) -> float:
@@ -419,11 +392,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
             "teardown: nothing runs behind the tasks, since the job may come back; do it in the "
             "call itself, or once job.result() is there"
         )
-
-
-def _more(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    more: Mapping[str, Any] = given.get("additional_parameters") or {}
-    return more
 
 
 def _value(name: str, value: Any) -> Any:

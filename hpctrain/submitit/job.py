@@ -37,17 +37,10 @@ LOST, UNKNOWN = "LOST", "UNKNOWN"
 _WORDS = {
     RunState.CREATED: JobState.PENDING,
     RunState.SUBMITTING: JobState.PENDING,
-    RunState.PENDING: JobState.PENDING,
-    RunState.RUNNING: JobState.RUNNING,
-    RunState.SUSPENDED: JobState.SUSPENDED,
-    RunState.REQUEUED: JobState.REQUEUED,
-    RunState.COMPLETING: JobState.COMPLETING,
     RunState.DONE: JobState.COMPLETED,
-    RunState.FAILED: JobState.FAILED,
     RunState.STOPPED: JobState.FAILED,
-    RunState.CANCELLED: JobState.CANCELLED,
 }
-"""SLURM's words, which submitit uses."""
+"""SLURM's words, which submitit uses; the other states have the same name."""
 
 
 class RunWatcher(core.InfoWatcher):
@@ -105,7 +98,7 @@ class RunWatcher(core.InfoWatcher):
             word = LOST if clock.now() - since > LOST_S else UNKNOWN
         else:
             self._lost_since.pop(job_id, None)
-            word = _WORDS[state].value
+            word = (_WORDS.get(state) or JobState[state.name]).value
         if state is RunState.STOPPED and history.state.cancel:
             word = JobState.CANCELLED.value
         nodes = history.newest.nodes if history.newest is not None else ()

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -187,7 +187,7 @@ open("heard", "w").write(json.dumps(heard))
 
     assert tell(story) == [{"what": "done", "ok": True, "why": ""}]
     news, variables, words = json.loads(heard.read_text())
-    assert news == notification_of(story.run, RunHistory.read(story.run), 1).as_json()
+    assert news == asdict(notification_of(story.run, RunHistory.read(story.run), 1))
     assert variables["HPCTRAIN_NOTIFY_WHAT"] == "done"
     assert variables["HPCTRAIN_NOTIFY_STEP"] == "40"
     assert words == ["two words"]
