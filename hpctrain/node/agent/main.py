@@ -103,20 +103,16 @@ def _run_generation(
         _send_home(liveness_of(spec, context, shared), why)
         return RunAlive.exit_code
     # From the liveness process on, the others may take this node for lost, and see to the job.
-    newest = read_fence(run)
-    follows = newest.number if newest is not None else 0
-    follows = follows if generation is None else generation.follows
+    follows = _newest_attempt(run) if generation is None else generation.follows
     environment = _environment(run, spec, context)
     secret = shared if generation is None else generation.secret(shared)
     liveness = liveness_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
     if generation is None:  # others were looked at before
         node_check.begin()
-    # Before anything large is imported.
     node_control = _node_control(spec.settings.alive, context, secret, liveness, replica_server)
     ending.seen_step = lambda: heartbeat.highest_step(node_control.folder)
-    is_in_container = bool(os.environ.get(HPCTRAIN_RELAY))  # whose relay is the first node's
-    if liveness is not None and not is_in_container:
+    if liveness is not None and not os.environ.get(HPCTRAIN_RELAY):  # which the first node has
         ending.failover = LeaderFailover(run, shared, context)
 
     def rounds() -> int:
@@ -179,6 +175,7 @@ def _node_control(
     liveness: LivenessChannel | None,
     replica_server: str,
 ) -> NodeControl:
+    """Fork this node's processes, before anything large is imported."""
     return NodeControl(
         context.master_addr,
         secret,
@@ -207,6 +204,12 @@ def _send_home(liveness: LivenessChannel | None, why: str) -> None:
         if liveness.place.node == 0:
             liveness.end(why, EARLY_END_S)
         liveness.stop()
+
+
+def _newest_attempt(run: RunDir) -> int:
+    """Return its number, 0 for none."""
+    newest = read_fence(run)
+    return 0 if newest is None else newest.number
 
 
 def _environment(run: RunDir, spec: Spec, context: JobContext) -> RankEnvironment:
