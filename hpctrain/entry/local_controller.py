@@ -65,7 +65,7 @@ class Controller:
         """Start the job again and again until nobody asks for more. Returns the last exit code."""
         self.record.controller_pid = os.getpid()
         self.record.controller_started = client.process_start(os.getpid())
-        client.write(self.record)
+        self._write()
         if not self._may_begin():
             return self._over(JobState.CANCELLED, 0)
         if held_back(self.run, job_spec(self.run).after, self.record.job_id):
@@ -117,7 +117,7 @@ class Controller:
             reason = "DependencyNeverSatisfied" if never else "Dependency"
             if reason != self.record.reason:
                 self.record.reason = reason
-                client.write(self.record)
+                self._write()
             clock.sleep(LOOK_S)
 
     def _let_go(self) -> None:
@@ -152,7 +152,7 @@ class Controller:
         record.starts.append((record.restarts, record.start_time, None, count))
         self._requeue, self._kill_at, self._warned = False, None, False
         self._dead.clear()
-        client.write(record)
+        self._write()
         spec = job_spec(self.run)
         self._starter.prepare(spec, self._context(0, port=0))
         # Other folders have jobs of the same number, and a port counts as free until it is used.
@@ -193,7 +193,7 @@ class Controller:
             operation = request.pop("operation")
             if taken is None or operation in taken:
                 getattr(self, f"_on_{operation}")(**request)
-                client.write(self.record)
+                self._write()
 
     def _on_follow(self, after: list[str]) -> None:
         """Without effect on a job that has begun."""
@@ -223,7 +223,7 @@ class Controller:
             return
         self.record.preempt_time = clock.now()
         self.record.end_time = clock.now() + grace_s
-        client.write(self.record)
+        self._write()
         self._signal(signal.SIGTERM)
 
     def _on_end_in(self, seconds: float) -> None:
@@ -259,7 +259,7 @@ class Controller:
 
     def _end(self, *, reason: str | None) -> None:
         self.record.state, self.record.reason = JobState.COMPLETING, reason
-        client.write(self.record)  # before the signal: its receiver asks at once
+        self._write()  # before the signal: its receiver asks at once
         self._kill_at = clock.now() + KILL_WAIT_S
         self._signal(signal.SIGTERM)
 
@@ -267,9 +267,16 @@ class Controller:
         for node in self._nodes:
             _kill_group(node, signum)
 
+    def _write(self) -> None:
+        """Publish the record. A full disk must not leave the nodes without a controller."""
+        try:
+            client.write(self.record)
+        except OSError as error:
+            log.warning("the record of %s cannot be written: %s", self.record.job_id, error)
+
     def _over(self, state: JobState, code: int) -> int:
         self.record.state, self.record.reason = state, None
-        client.write(self.record)
+        self._write()
         return code
 
 

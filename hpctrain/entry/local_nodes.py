@@ -2,17 +2,8 @@
 
 To import torch and what agents use takes seconds of CPU, for each node of each start. So the
 controller imports it once, just before the first node, and forks its nodes from there. A forked
-node must be what a process of its own would be. Where it would not, each node is started as a
-process of its own:
-
-- The run has another Python than the controller.
-- A variable of the environment differs from when the controller imported torch (OpenMP, MKL, CUDA
-  and torch read theirs only once). All variables count but `OF_EACH_START`.
-- An import has set a variable: that one would be lost.
-- A file that the controller has imported has changed since, as after an update of hpctrain.
-- The controller has a second thread that outlives a fork, or CUDA is initialised: a fork would copy
-  half of that.
-- An import fails: the node says why, in its attempt.
+node must be what a process of its own would be. Where it would not, and
+`NodeStarter._why_not_forked` says why, each node is started as a process of its own.
 
 tests/unit/entry/test_local_nodes.py and tests/e2e/test_forked_nodes.py hold the promises.
 """
@@ -148,7 +139,11 @@ class NodeStarter:
         return subprocess.Popen(command, env=_environment(context), start_new_session=True)
 
     def _why_not_forked(self, spec: Spec, context: JobContext) -> str:
-        """Return what speaks against forking the nodes; "" for nothing."""
+        """Return what speaks against forking the nodes; "" for nothing.
+
+        OpenMP, MKL, CUDA and torch read their variables once, and one that an import has set would
+        be lost.
+        """
         if spec.python != sys.executable:
             return f"the run has another Python than the controller: {spec.python}"
         try:

@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import submitit
 from submitit.auto.auto import flexible_init
 from submitit.core import core, utils
+from submitit.local import local
 from submitit.slurm import slurm
 
 from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import make_runs_folder
 from hpctrain.core.base.text import hms
+from hpctrain.core.settings.check import node_range, time_s
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import RunExists, UsageError
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
@@ -33,7 +36,6 @@ from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from submitit.core.core import EquivalenceDict
     from submitit.core.utils import DelayedSubmission
 
     from hpctrain.cli.api import StartedJob
@@ -73,10 +75,6 @@ _OPTIONS = (
     "wckey",
 )
 """Parameters that are options of sbatch as they stand."""
-_OURS = frozenset(
-    {"time", "job_name", "exclusive", "gpus_per_task", "num_gpus", "additional_parameters"}
-    | {"array_parallelism", "stderr_to_stdout", "use_srun", "teardown"}
-)
 
 
 class _RunExecutor(core.PicklingExecutor):
@@ -180,7 +178,8 @@ class _RunExecutor(core.PicklingExecutor):
         run, files = RunDir(started.dir), JobFiles.of(RunDir(started.dir))
         files.folder.mkdir(mode=0o700, exist_ok=True)
         written.replace(files.pickle())  # the ranks wait for it
-        ranks = self._num_tasks()
+        slurm = load_spec(run.spec).settings.slurm  # presets and hpctrain.toml have a say, too
+        ranks = node_range(slurm.nodes)[1] * slurm.ranks()
         [script] = run.jobs.glob("*.sh")
         job: Job[Any] = Job(self.folder, started.job_id, tasks=list(range(ranks)))
         files.link(job.paths, run, script, ranks)
@@ -192,7 +191,8 @@ class _RunExecutor(core.PicklingExecutor):
         from hpctrain.cli.api import submit
         from hpctrain.launch.prepare import free_name
 
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.parameters.get("job_name", "submitit")))
+        given = self.parameters.get("job_name") or self.parameters.get("name", "submitit")
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", str(given))
         for _ in range(NAME_TRIES):
             name = free_name(self.runs, stem.strip("-.")[:80] or "submitit")
             try:
@@ -204,7 +204,7 @@ class _RunExecutor(core.PicklingExecutor):
     def _flags(self) -> dict[str, Any]:
         """The arguments of `hpctrain.submit`, but for what is a job's own."""
         limit_s = self._limit_s()
-        lead_s = min(self.parameters.get("signal_delay_s", 90), limit_s / 3)
+        lead_s = min(float(self.parameters.get("signal_delay_s", 90)), limit_s / 3)
         task = {
             "folder": str(self.folder),
             "lead_s": lead_s,
@@ -229,22 +229,9 @@ class _RunExecutor(core.PicklingExecutor):
     def _job_settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _num_tasks(self) -> int:
-        per_node = self.parameters.get("ntasks_per_node") or self.parameters.get("tasks_per_node")
-        return int(self.parameters.get("nodes", 1)) * max(1, per_node or 1)
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        del command, uid
-        raise UsageError("hpctrain writes the batch scripts of its jobs: see job.paths")
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        del submission_file_path
-        raise UsageError("hpctrain calls the scheduler itself; see hpctrain.submit")
-
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        del string
-        raise UsageError("hpctrain reads the scheduler's answer itself")
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        super()._internal_update_parameters(**kwargs)
+        self._job_settings()
 
 
 class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
@@ -259,16 +246,14 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
         """Usable where there is an sbatch: a login node may have no srun."""
         return -1 if get_cluster(cls.cluster).missing(os.environ) else 2
 
-    def _internal_update_parameters(self, **kwargs: Any) -> None:
-        super()._internal_update_parameters(**kwargs)
-        self._job_settings()
-
     def _limit_s(self) -> float:
-        return float(self.parameters.get("time", DEFAULT_MINUTES)) * 60
+        given = self.parameters.get("time", DEFAULT_MINUTES)
+        return time_s(given, where="time") if isinstance(given, str) else float(given) * 60
 
     def _job_settings(self) -> dict[str, Any]:
         given = dict(self.parameters)
-        more = {str(k).replace("-", "_"): v for k, v in _more(given).items()}
+        forced = given.get("additional_parameters") or {}
+        more = {str(name).replace("-", "_"): value for name, value in forced.items()}
         given |= {name: value for name, value in more.items() if name in _SETTINGS}
         _refuse(given)
         tasks = max(1, given.get("ntasks_per_node") or 1)
@@ -277,7 +262,7 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
             warnings.warn('"num_gpus" is deprecated, please use "gpus_per_node" instead')  # noqa: B028
             given["gpus_per_node"] = given["num_gpus"]
         if given.get("gpus_per_task") and not given.get("gpus_per_node"):
-            given["gpus_per_node"] = given["gpus_per_task"] * tasks
+            given["gpus_per_node"] = _value("gpus_per_task", given["gpus_per_task"]) * tasks
         exclusive = given.get("exclusive")
         values = {
             f"slurm.{key}": _value(name, given[name])
@@ -294,26 +279,18 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
         return values
 
 
-class LocalExecutor(_RunExecutor):
+class LocalExecutor(_RunExecutor, local.LocalExecutor):
     """Jobs as processes of this machine, under the same rules as on a cluster."""
 
+    job_class = Job  # type: ignore[assignment] # not submitit's own job, which has a process
     cluster = "local"
-
-    @classmethod
-    def affinity(cls) -> int:
-        """Usable everywhere, and never in the place of a scheduler."""
-        return 1
-
-    @classmethod
-    def _equivalence_dict(cls) -> EquivalenceDict | None:
-        return None
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
         return {"setup", "signal_delay_s"}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        super()._internal_update_parameters(**kwargs)
+        core.PicklingExecutor._internal_update_parameters(self, **kwargs)  # noqa: SLF001 - all nodes
         self._job_settings()
 
     def _limit_s(self) -> float:
@@ -417,18 +394,18 @@ def _refuse(given: Mapping[str, Any]) -> None:
         )
 
 
-def _more(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    more: Mapping[str, Any] = given.get("additional_parameters") or {}
-    return more
-
-
 def _value(name: str, value: Any) -> Any:
     """As the setting takes it."""
     if name in {"setup", "srun_args"}:
         return list(value)
     if name in {"nodes", "mem", "partition", "account", "qos", "constraint", "exclude"}:
         return str(value)
-    return int(value)
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(
+            f"{name} is {value!r}; it takes a number; slurm_gres asks for GPUs of a type"
+        ) from None
 
 
 def _option(name: str, value: Any) -> str:

@@ -37,17 +37,10 @@ LOST, UNKNOWN = "LOST", "UNKNOWN"
 _WORDS = {
     RunState.CREATED: JobState.PENDING,
     RunState.SUBMITTING: JobState.PENDING,
-    RunState.PENDING: JobState.PENDING,
-    RunState.RUNNING: JobState.RUNNING,
-    RunState.SUSPENDED: JobState.SUSPENDED,
-    RunState.REQUEUED: JobState.REQUEUED,
-    RunState.COMPLETING: JobState.COMPLETING,
     RunState.DONE: JobState.COMPLETED,
-    RunState.FAILED: JobState.FAILED,
     RunState.STOPPED: JobState.FAILED,
-    RunState.CANCELLED: JobState.CANCELLED,
 }
-"""SLURM's words, which submitit uses."""
+"""SLURM's words, which submitit uses; the other states have the same name."""
 
 
 class RunWatcher(core.InfoWatcher):
@@ -62,6 +55,11 @@ class RunWatcher(core.InfoWatcher):
         """The state in SLURM's words; UNKNOWN where nobody can say."""
         return self.get_info(job_id, mode=mode).get("State") or UNKNOWN
 
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether a job is over; submitit's own takes a suspended one for done, for good."""
+        is_suspended = self.get_state(job_id, mode) == JobState.SUSPENDED
+        return not is_suspended and super().is_done(job_id, mode="cache")
+
     def update(self) -> None:
         """Look at every job that is not over."""
         from hpctrain.ledger.history.run_history import RunHistory
@@ -75,6 +73,8 @@ class RunWatcher(core.InfoWatcher):
             history = RunHistory.read(run, marks="few")
             if history.state.phase in OVER:
                 self._note(job_id, history.state.phase, history)
+            elif not run.spec.exists():  # somebody has removed the run
+                self._note(job_id, RunState.LOST, history)
             else:
                 waiting.setdefault(_cluster_of(run), {})[job_id] = run, history
         for cluster, jobs in waiting.items():
@@ -98,7 +98,7 @@ class RunWatcher(core.InfoWatcher):
             word = LOST if clock.now() - since > LOST_S else UNKNOWN
         else:
             self._lost_since.pop(job_id, None)
-            word = _WORDS[state].value
+            word = (_WORDS.get(state) or JobState[state.name]).value
         if state is RunState.STOPPED and history.state.cancel:
             word = JobState.CANCELLED.value
         nodes = history.newest.nodes if history.newest is not None else ()

@@ -101,9 +101,10 @@ class Task:
         look_anew(self.files.folder)
         self.watch.start()  # before anything of the user's is imported
         self._forget_error()
-        if not self.files.result(self.rank).exists():
-            self._give(self._made())
-        outcome, value = utils.pickle_load(self.files.result(self.rank))
+        if self.files.result(self.rank).exists():
+            outcome, value = utils.pickle_load(self.files.result(self.rank))
+        else:
+            outcome, value = self._give(self._made())
         self._await_peers(failed=outcome == "error")
         if outcome == "error":
             write_outcome(self.run, self.attempt, "failed", step=None, cause=None)
@@ -134,13 +135,15 @@ class Task:
             return "error", traceback.format_exc()
         return "success", value
 
-    def _give(self, result: tuple[str, Any]) -> None:
+    def _give(self, result: tuple[str, Any]) -> tuple[str, Any]:
         path = self.files.result(self.rank)
         try:
             dump(result, path)
         except Exception:  # noqa: BLE001 - not every value can be pickled
             traceback.print_exc()
-            dump(("error", traceback.format_exc()), path)
+            result = "error", traceback.format_exc()
+            dump(result, path)
+        return result
 
     def _load(self) -> DelayedSubmission:
         deadline = clock.monotonic() + WAIT_PICKLE_S

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.records import JobContext, RankTask
+from hpctrain.ledger.run.event_types import RanksAwaited
 from hpctrain.ledger.run.fence import Attempt
 from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import NodeControl
@@ -128,8 +129,11 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
         deadline,
         may_restart,
         notice_of(folder, context, deadline),
-        awaited=awaited.append,
-        record=lambda fact: _record(folder, len(begun), fact),
+        record=lambda fact: (
+            awaited.append(fact)
+            if isinstance(fact, RanksAwaited)
+            else _record(folder, len(begun), fact)
+        ),
         asked_stacks=lambda: asked(folder / "stacks-request.json", "1"),
     )
     rendezvous = Rendezvous("127.0.0.1", port, node, names, run_id="test", timeout_s=60)

@@ -3,10 +3,6 @@
 The job's own environment (what sbatch handed on, what the site's modules and the setup lines have
 set) wins over `hpctrain.toml` and `--env`, and these over the site's preset.
 
-To it belongs the folder in which torch keeps what it has compiled: torch takes one from a name in
-the temporary folder that everybody can guess, and runs what lies there. On a
-node that users share, the first to make that folder would run code as the others.
-
 tests/unit/agent/test_environment.py, test_compile_cache.py and test_task_variables.py hold the
 promises.
 """
@@ -217,7 +213,8 @@ def _shown(name: str, value: str) -> dict[str, str]:
 def compile_cache(run: RunDir) -> Path:
     """The user's cache on this node, made if need be; where that is not his alone, the run's.
 
-    The caller exports it; torch makes the run's folder when it compiles something.
+    torch itself takes a name in the temporary folder that everybody can guess, and runs what lies
+    there. It makes the run's folder when it compiles something.
     """
     try:
         folder = Path(tempfile.gettempdir(), COMPILE_CACHE_NAME.format(uid=os.geteuid()))

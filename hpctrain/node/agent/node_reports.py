@@ -495,7 +495,7 @@ class NodeReports:
         fact = RanksAwaited(
             returned=self._returned, left=ranks, quiet_s=quiet_s, limit_s=limit_s, ended=is_over
         )
-        hooks.awaited(fact)
+        hooks.record(fact)
         if not is_over:
             return None
         if not left:

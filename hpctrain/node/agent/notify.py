@@ -11,7 +11,7 @@ import logging
 import math
 import shlex
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.process import own_program
@@ -65,10 +65,6 @@ class Notification:
     """A command that helps now."""
     text: str
     """All that matters in one line; chat services that take `text` show it."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Every field, as JSON values."""
-        return asdict(self)
 
 
 def notify(

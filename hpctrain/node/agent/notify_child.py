@@ -17,6 +17,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def deliver(news: Notification, settings: NotifySettings, folder: Path) -> list[
 
 def run_command(news: Notification, command: str, folder: Path, timeout_s: float) -> str:
     """Run the command with the news on its standard input; what went wrong, or ""."""
-    facts = news.as_json()
+    facts = asdict(news)
     named = {f"{HPCTRAIN_NOTIFY}{name.upper()}": _plain(value) for name, value in facts.items()}
     words = shlex.split(command)
     with os.fdopen(os.memfd_create("hpctrain-news"), "w+b") as news_file:
@@ -115,7 +116,7 @@ def run_command(news: Notification, command: str, folder: Path, timeout_s: float
 def post(news: Notification, path: Path, settings: NotifySettings) -> str:
     """Post the news to the URL that the file holds; what went wrong, or ""."""
     try:
-        url = path.read_text().strip()
+        url = path.read_text(errors="replace").strip()
     except OSError as error:
         return f"webhook_file {path}: {error.strerror}"
     if not url.startswith(("http://", "https://")):
@@ -125,7 +126,7 @@ def post(news: Notification, path: Path, settings: NotifySettings) -> str:
     result = ["webhook: no answer in time"]
 
     def send() -> None:
-        result[0] = _send(url, json.dumps(news.as_json()).encode(), settings.timeout_s)
+        result[0] = _send(url, json.dumps(asdict(news)).encode(), settings.timeout_s)
 
     # In a thread: neither a name server nor a server that sends a byte a second can be timed out.
     thread = threading.Thread(target=send, daemon=True)

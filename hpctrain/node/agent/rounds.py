@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hpctrain.core.base.records import FailureReport, StopCause
     from hpctrain.errors import CheckpointError
     from hpctrain.ledger.run.event_fields import LedgerFact
-    from hpctrain.ledger.run.event_types import RanksAwaited
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.node.agent.rendezvous import Loss, SignedStore
     from hpctrain.node.agent.stop_deadline import StopDeadline
@@ -191,7 +190,6 @@ class RoundHooks:
             names, and calls what it is given for each part of that. A CheckpointError of it ends
             the round before any rank is started.
         sealing: Seals what the program saves, beside the ranks of an attempt.
-        awaited: Told which ranks are waited for where others have returned.
         starts: How often ranks of the run were started, this time included.
         more_args: What the program gets beside its own arguments at this start, which resumes from
             a path or None.
@@ -209,7 +207,6 @@ class RoundHooks:
         None
     )
     sealing: Callable[[Attempt], RoundPart] = lambda _attempt: RoundPart()
-    awaited: Callable[[RanksAwaited], None] = lambda _: None
     starts: Callable[[], int] = lambda: 1
     more_args: Callable[[int, str | None], ResumeArgs] = lambda _start, _resume: ResumeArgs()
     record: Callable[[LedgerFact], None] = lambda _: None

@@ -27,28 +27,25 @@ if TYPE_CHECKING:
 BOARD, SOCKET = "board", "socket"
 """In the folder of a round: this, and where the node's process is met."""
 _MAGIC = int.from_bytes(b"hpcboard", "little") >> 1
-_VERSION = 4
+_VERSION = 5
 _WORD = 8
 _HEAD = 16
 _ROW = 32
 """In words: a row has cache lines of its own, so that ranks do not slow each other."""
-"""What a rank may say about itself."""
 _LEASE_BYTES = 4096
 
 MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL, CLOCK = range(8)
 """Words of the head. FREE_TICKS: so many ticks from the first on are granted, and a rank that has
 not begun them yet has nothing to do at them. Nearly always that is all that a rank has to know.
 CLOCK: see `shown`."""
-TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
+TICK, ARRIVED, STEP, WAITS, PROCESS, FIRST_WISH = range(6)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
 HEARTBEAT_PROCESS, HEARTBEAT_STEP, HEARTBEAT_PHASE, HEARTBEAT_SINCE = range(12, 16)
 """Of a row too, behind the wishes: the rank's heartbeat (`heartbeat.py`)."""
 COUNTS = 16
 """And eight words of how many collectives it had called at which tick, each a tick and a count in
-one store: the last four ticks that were counted, and the last multiples of powers of two, which
-stay long enough to be seen where ticks are short. Behind a step that has used the caches for itself
-a count takes 40 us, so short ticks are counted twice a second: at multiples of a power of two, so
-that ranks that take their steps for longer or shorter by a little still count at the same ones.
+one store: the last four ticks that were counted, and the last multiples of powers of two. A count
+takes 40 us, so short ticks are counted twice a second, at ticks that are the same for all ranks.
 tests/unit/control/test_tick_counts.py holds the promises."""
 _COUNT_BITS = 32
 _COUNT = (1 << _COUNT_BITS) - 1

@@ -21,7 +21,6 @@ from hpctrain.core.base.text import count
 from hpctrain.errors import ControlLost, HpctrainError
 from hpctrain.node.control.board import (
     ARRIVED,
-    BEAT,
     BOARD,
     FIRST_WISH,
     FREE_TICKS,
@@ -410,7 +409,7 @@ class RankLease:
         self.done = self.wished
         self._words, at = board.words, board.at(local_rank)
         self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP
-        self._at_waits, self._at_beat, self._at_wish = at + WAITS, at + BEAT, at + FIRST_WISH
+        self._at_waits, self._at_wish = at + WAITS, at + FIRST_WISH
         self._tick = self._words[at + TICK] - 1
         self.collectives_called: Callable[[], int] | None = None
         self._uncounted = 0
@@ -438,10 +437,6 @@ class RankLease:
                     grown = True
         if grown:
             self._waker.ask()
-
-    def beat(self) -> None:
-        """This rank is alive. From any thread."""
-        self._words[self._at_beat] = clock.monotonic_ns()
 
     def tick(self) -> tuple[Decision, ...]:
         """Begin the next tick as soon as that is granted, and learn what is to be done at it.

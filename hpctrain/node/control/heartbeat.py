@@ -82,20 +82,14 @@ class HeartbeatSeen(NamedTuple):
 
 
 class HeartbeatWriter:
-    """This rank's. From one thread: that of the program's loop."""
+    """This process's. From one thread: that of the program's loop."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, words: memoryview[int], at: int, names: Path | None = None) -> None:
         """Begin in no phase: a program that reports nothing must not count as standing still.
 
-        `folder` is the round's (`HPCTRAIN_CONTROL`).
-
-        Raises:
-            OSError: there is no board.
-            HpctrainError: it is another version's, or this rank is not on it.
+        The row begins in `words` at `at`; the names of sections go into the file `names`.
         """
-        self._folder, self._rank = folder, rank
-        board = self._board = Board.open(folder / BOARD)
-        self._words, at = board.words, board.at(rank - board.first_rank)
+        self._words, self._names = words, names
         self._at_step, self._at_phase, self._at_since, self._at_in_data = (
             at + HEARTBEAT_STEP,
             at + HEARTBEAT_PHASE,
@@ -108,6 +102,17 @@ class HeartbeatWriter:
         self._sections: dict[str, int] = {}
         self._words[at + HEARTBEAT_PROCESS] = os.getpid()
         self._put(0)
+
+    @classmethod
+    def of_rank(cls, folder: Path, rank: int) -> HeartbeatWriter:
+        """Write on the board in a round's `folder` (`HPCTRAIN_CONTROL`).
+
+        Raises:
+            OSError: there is no board.
+            HpctrainError: it is another version's, or this rank is not on it.
+        """
+        board = Board.open(folder / BOARD)
+        return cls(board.words, board.at(rank - board.first_rank), _names_path(folder, rank))
 
     def enter(self, phase: int, limit_ms: int = 0) -> int:
         """Go into a phase. Returns what `back` takes to come back to the one before."""
@@ -141,9 +146,9 @@ class HeartbeatWriter:
             if len(self._sections) >= _MOST_SECTIONS:
                 return STEP
             number = self._sections[name] = _FIRST_SECTION + len(self._sections)
-            with contextlib.suppress(OSError):  # a full memory costs the name, never the training
-                names = json.dumps(list(self._sections))
-                replace_text(_names_path(self._folder, self._rank), names)
+            if self._names is not None:
+                with contextlib.suppress(OSError):  # a full memory costs the name, no training
+                    replace_text(self._names, json.dumps(list(self._sections)))
         return number
 
     def _put(self, word: int) -> None:
@@ -153,30 +158,6 @@ class HeartbeatWriter:
         self._is_in_data = word & _CODE == DATA
         self._words[self._at_phase] = word | self._first
         self._words[self._at_since] = now_ns
-
-
-class _Silent:
-    """The heartbeat of a process that no agent looks at: nothing is written."""
-
-    def enter(self, phase: int, limit_ms: int = 0) -> int:
-        del phase, limit_ms
-        return 0
-
-    def back(self, before: int) -> None:
-        pass
-
-    def at_step(self, step: int, phase: int) -> None:
-        pass
-
-    def beat(self) -> None:
-        pass
-
-    def stepped(self) -> None:
-        pass
-
-    def section(self, name: str) -> int:
-        del name
-        return 0
 
 
 class Phase:
@@ -218,21 +199,26 @@ def section(name: object, limit_s: float | None) -> Phase:
     return Phase(name, limit_s)
 
 
-_here: HeartbeatWriter | _Silent = _Silent()
+def _unread() -> HeartbeatWriter:
+    """The heartbeat of a process that no agent looks at."""
+    return HeartbeatWriter(memoryview(bytearray(8 * (HEARTBEAT_IN_DATA + 1))).cast("q"), 0)
 
 
-def here() -> HeartbeatWriter | _Silent:
-    """This process's heartbeat; one that writes nothing where no agent looks at it."""
+_here = _unread()
+
+
+def here() -> HeartbeatWriter:
+    """This process's heartbeat."""
     return _here
 
 
 def begin(folder: Path, rank: int) -> None:
-    """Have this process's heartbeat written from now on. See `HeartbeatWriter`."""
-    _set(HeartbeatWriter(folder, rank))
-    os.register_at_fork(after_in_child=lambda: _set(_Silent()))
+    """Have this process's heartbeat read from now on; see `HeartbeatWriter.of_rank`."""
+    _set(HeartbeatWriter.of_rank(folder, rank))
+    os.register_at_fork(after_in_child=lambda: _set(_unread()))
 
 
-def _set(heartbeat: HeartbeatWriter | _Silent) -> None:
+def _set(heartbeat: HeartbeatWriter) -> None:
     global _here  # noqa: PLW0603 - a process has one, and its phases lie in many rooms
     _here = heartbeat
 

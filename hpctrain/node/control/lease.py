@@ -61,14 +61,8 @@ class Wishes:
 
     def joined(self, other: Wishes) -> Wishes:
         """Those of both."""
-        return Wishes(
-            max(self.stop, other.stop),
-            min(MOST, self.warned + other.warned),
-            max(self.save, other.save),
-            max(self.tell, other.tell),
-            max(self.profile, other.profile),
-            max(self.memory, other.memory),
-        )
+        most = {kind: max(getattr(self, kind), getattr(other, kind)) for kind in KINDS}
+        return Wishes(**most | {"warned": min(MOST, self.warned + other.warned)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,7 +361,6 @@ class Job:
             StopNotice(run, context, deadline, lead_s=10.0).look,
             resume=lambda _attempt, _on_bytes: None,
             sealing=self._sealing,
-            awaited=self.record,
             may_go_on=self._may_go_on,
             lost=lost,
             record=self.record,

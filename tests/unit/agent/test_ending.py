@@ -458,7 +458,7 @@ def test_an_agent_sees_the_step_of_its_own_nodes_ranks(story, tmp_path, monkeypa
     from hpctrain.node.agent import main
 
     Board.create(tmp_path / BOARD, first_rank=0, ranks=1).close()
-    rank = HeartbeatWriter(tmp_path, 0)
+    rank = HeartbeatWriter.of_rank(tmp_path, 0)
     rank.stepped()
     rank.at_step(12, STEP)
     processes = SimpleNamespace(folder=tmp_path, stop=lambda: None)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -187,7 +187,7 @@ open("heard", "w").write(json.dumps(heard))
 
     assert tell(story) == [{"what": "done", "ok": True, "why": ""}]
     news, variables, words = json.loads(heard.read_text())
-    assert news == notification_of(story.run, RunHistory.read(story.run), 1).as_json()
+    assert news == asdict(notification_of(story.run, RunHistory.read(story.run), 1))
     assert variables["HPCTRAIN_NOTIFY_WHAT"] == "done"
     assert variables["HPCTRAIN_NOTIFY_STEP"] == "40"
     assert words == ["two words"]
@@ -225,10 +225,11 @@ def test_a_webhook_gets_the_news_and_its_url_is_written_nowhere(story, tmp_path,
         (f"http://127.0.0.1:9/{SECRET} x", "webhook: InvalidURL"),
         (f"http:///{SECRET}", "webhook: "),
         (SECRET, "it holds no http or https URL"),
+        ("\udcff" + SECRET, "it holds no http or https URL"),
     ],
 )
 def test_a_webhook_that_fails_is_in_the_ledger_without_its_url(story, tmp_path, url, said):
-    (tmp_path / "hook").write_text(url)
+    (tmp_path / "hook").write_text(url, errors="surrogateescape")
     asked(story, webhook_file=str(tmp_path / "hook"))
     story.ended(1, "completed", "stop", step=40)
 

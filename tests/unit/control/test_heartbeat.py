@@ -39,7 +39,7 @@ def board(tmp_path):
 
 @pytest.fixture
 def here(board, tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "_here", HeartbeatWriter(tmp_path, RANK))
+    monkeypatch.setattr(heartbeat, "_here", HeartbeatWriter.of_rank(tmp_path, RANK))
     return heartbeat.here()
 
 
@@ -115,7 +115,7 @@ def test_the_highest_step_is_of_ranks_that_have_done_one(board, here, tmp_path):
     here.stepped()
     here.at_step(8, STEP)
     assert highest_step(tmp_path) == 8
-    HeartbeatWriter(tmp_path, RANK - 1).stepped()
+    HeartbeatWriter.of_rank(tmp_path, RANK - 1).stepped()
     assert highest_step(tmp_path) == 8
     (tmp_path / BOARD).unlink()
     assert highest_step(tmp_path) is None

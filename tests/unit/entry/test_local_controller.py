@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.cluster.scheduler import local
 from hpctrain.core.base import locks
 from hpctrain.entry import local_controller
 from tests.support.slurm_boot import wait_for
@@ -63,3 +64,17 @@ def test_folders_of_agents_that_were_killed_are_removed_with_their_start(tmp_pat
     local_controller.Controller._let_go(SimpleNamespace(record=record))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_node_without_a_controller(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    record = local.create(local.LocalJobRecord("", "t", str(tmp_path / "run"), 1, 1, 60.0, 10.0))
+    controller = local_controller.Controller(record.job_id)
+    monkeypatch.setattr(local, "write", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+
+    with _node("sleep 600") as node:
+        controller._nodes = [node]
+        controller._on_cancel()
+        assert node.wait(60) == -signal.SIGTERM
+
+    assert f"the record of {record.job_id} cannot be written: [Errno 28] full" in caplog.text

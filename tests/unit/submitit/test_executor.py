@@ -54,6 +54,31 @@ def test_a_job_of_one_cpu_takes_no_whole_node_and_a_short_one_is_warned_late(exe
     assert (slurm.exclusive, slurm.time, slurm.signal_lead_s) == ("no", "0:01:00", 20)
 
 
+@pytest.mark.parametrize(
+    ("given", "time"), [("02:00:00", "2:00:00"), ("1-00:00", "24:00:00"), ("90", "1:30:00")]
+)
+def test_a_time_limit_may_be_in_slurms_words_as_submitit_hands_it_on(executor, given, time):
+    executor.update_parameters(slurm_time=given, slurm_signal_delay_s="120")
+
+    slurm = spec_of(executor.submit(print)).settings.slurm
+    assert (slurm.time, slurm.signal_lead_s) == (time, 120)
+
+
+def test_a_job_has_the_tasks_of_its_run_wherever_their_number_was_set(cluster, tmp_path):
+    executor = AutoExecutor(tmp_path, cluster="slurm", settings={"slurm.nodes": "2"})
+    executor.update_parameters(slurm_additional_parameters={"ntasks-per-node": 3})
+
+    assert executor.submit(print).num_tasks == 6
+
+
+@pytest.mark.parametrize("cluster_name", ["slurm", "local"])
+def test_a_run_has_the_name_of_the_job(cluster, tmp_path, cluster_name):
+    executor = AutoExecutor(tmp_path, cluster=cluster_name)
+    executor.update_parameters(name="sweep")
+
+    assert executor.submit(print).run.name == "sweep-1"
+
+
 def test_settings_of_hpctrain_can_be_given_beside(cluster, tmp_path):
     executor = AutoExecutor(tmp_path, cluster="slurm", settings={"budget.preemptions": 7})
 
@@ -66,6 +91,8 @@ def test_settings_of_hpctrain_can_be_given_beside(cluster, tmp_path):
         ({"slurm_use_srun": False}, "use_srun=False"),
         ({"slurm_teardown": ["rm x"]}, "teardown"),
         ({"slurm_additional_parameters": {"nodes": "1-2"}}, "nodes is '1-2'"),
+        ({"slurm_gpus_per_node": "a100:4"}, "gpus_per_node is 'a100:4'; it takes a number"),
+        ({"slurm_gpus_per_task": "a100:1"}, "gpus_per_task is 'a100:1'"),
     ],
 )
 def test_what_no_run_can_do_is_refused_in_a_line_as_it_is_asked(executor, parameters, words):

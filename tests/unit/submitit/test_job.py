@@ -67,6 +67,28 @@ def test_a_job_that_no_scheduler_knows_is_not_taken_for_done_at_once(job, story,
     assert job.state == "LOST"
 
 
+def test_a_suspended_job_is_not_done(job, story, tmp_path):
+    story.started(1, "local-17")
+    local_job(tmp_path / "local", "local-17", state="SUSPENDED")
+
+    assert (job.state, job.done(force_check=True)) == ("SUSPENDED", False)
+
+    local_job(tmp_path / "local", "local-17", state="RUNNING")
+    job.watcher._last_status_check = 0.0
+    assert (job.done(force_check=True), job.state) == (False, "RUNNING")
+
+
+def test_a_run_that_was_removed_hides_no_other_job(job, story, tmp_path):
+    story.started(1, "local-17")
+    (tmp_path / "log" / "local-18_run").symlink_to("../runs/removed")
+    removed = Job(tmp_path / "log", "local-18")
+
+    assert (job.state, removed.state) == ("RUNNING", "UNKNOWN")
+    job.watcher._lost_since["local-18"] -= job_module.LOST_S + 1
+    job.watcher._last_status_check = 0.0
+    assert removed.done(force_check=True)
+
+
 def test_cancel_ends_the_run(job, story):
     story.started(1, "local-17")
 

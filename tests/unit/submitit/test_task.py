@@ -182,6 +182,23 @@ def test_a_value_that_cannot_be_pickled_is_a_failure(start):
         start(utils.DelayedSubmission(lambda: (x for x in ())))
 
 
+class Unreadable:
+    """Can be pickled, and not be read again."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_a_value_that_cannot_be_read_again_is_the_callers_affair(start, monkeypatch):
+    monkeypatch.setattr(Task, "_await_peers", lambda task, failed: ended.append(failed))
+    ended = []
+
+    with pytest.raises(ValueError, match="no number"):  # of who reads it here
+        start(utils.DelayedSubmission(Unreadable))
+
+    assert ended == [False]
+
+
 def test_a_result_is_made_once_whatever_happens_to_the_other_ranks(start):
     dump(("success", "before"), start.files.result(0))
 
