@@ -54,6 +54,13 @@ class NotText(ValueError):
     """A file that cannot be read, in words."""
 
 
+def absolute(folder: Path, named: str | Path) -> Path:
+    """The whole path of what is named in a folder; `link/..` is above what the link names."""
+    path = folder / named
+    above = os.path.realpath(path.parent) if ".." in path.parts else path.parent
+    return Path(os.path.normpath(Path(above, path.name)))
+
+
 def is_plain(path: Path) -> bool:
     """Whether an ordinary file is there, or a link to one.
 
