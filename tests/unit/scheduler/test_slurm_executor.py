@@ -19,7 +19,7 @@ from hpctrain.core.base.records import JobContext
 from hpctrain.core.settings.schema import replaced
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import slurm_task
-from hpctrain.errors import ClusterError
+from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.layout import RunDir
 
 
@@ -45,15 +45,22 @@ def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands):
 
 
 @pytest.mark.parametrize(
-    "printed", ["4711\n", "4711;alps\n", "Welcome to Alps!\nproject ok\n4711\n"]
+    "printed",
+    [
+        "4711\n",
+        "4711;alps\n",
+        "Welcome to Alps!\nproject ok\n4711\n",
+        "4711\nhours left: 300\n",
+        "4711\r\n",
+    ],
 )
-def test_job_id_is_read_whatever_the_site_prints_before_it(printed):
+def test_job_id_is_read_whatever_the_site_prints_around_it(printed):
     assert read_id(printed) == "4711"
 
 
-@pytest.mark.parametrize("printed", ["", "Submitted nothing\n"])
-def test_submission_without_an_id_is_an_error(printed):
-    with pytest.raises(ClusterError, match="printed no job id"):
+@pytest.mark.parametrize("printed", ["", "Submitted\n", "hours left: 300\n", "4711\n300\n"])
+def test_without_an_id_the_job_may_be_there_and_no_other_is_taken_for_it(printed):
+    with pytest.raises(ClusterUnreachable, match="printed no job id"):
         read_id(printed)
 
 

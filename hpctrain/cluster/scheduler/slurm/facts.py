@@ -276,7 +276,7 @@ NEVER_S = 300 * 86400.0
 """A start so far away is SLURM's word for "not as things are"."""
 NODES_FORMAT = "%P|%N|%t|%l"
 JOBS_FORMAT = "%i|%T|%P|%N|%Y|%S|%e|%l"
-_TAKES_JOBS = re.compile(r"(idle|alloc|mix|comp|plnd)[a-z]*[*~#!%@^-]?")
+_TAKES_JOBS = re.compile(r"(idle|alloc|mix|comp|plnd)[a-z]*[*~#!%@^+-]?")
 _TO_START = re.compile(r"to start at (\S+)")
 _HOLDS = frozenset({"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING"})
 
