@@ -285,7 +285,8 @@ def changed(
         section, _, key = path.partition(".")
         theirs = site.settings.get(section, {}).get(key)
         now = value_at(settings, path)
-        by_user = not origin.startswith((DEFAULT, f"site {site.name}"))
+        of_site = origin == f"site {site.name}" or origin.startswith(f"site {site.name} (")
+        by_user = not of_site and origin.partition(",")[0] != DEFAULT
         if by_user and now != theirs:
             changes[f"settings.{path}"] = origin
     for name, value in env.items():

@@ -374,7 +374,9 @@ def write_private(path: Path, text: str, *, mode: int = 0o600, shared: bool = Tr
         mode |= (mode & 0o500) >> 3
     with whole_file(path) as staged:
         staged.unlink(missing_ok=True)  # another one's would keep its owner and its mode
-        with os.fdopen(os.open(staged, flags, mode), "w") as file:
+        # a path that is no UTF-8 is written as it is
+        opened = os.open(staged, flags, mode)
+        with os.fdopen(opened, "w", errors="surrogateescape") as file:
             os.fchmod(file.fileno(), mode)
             file.write(text)
 

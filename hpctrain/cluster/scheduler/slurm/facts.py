@@ -374,7 +374,7 @@ def ask_starts(
     with tempfile.TemporaryDirectory(prefix="hpctrain-shapes-") as folder:
         paths = {shape: Path(folder) / f"{n}.sh" for n, shape in enumerate(scripts)}
         for shape, path in paths.items():
-            path.write_text(scripts[shape])
+            path.write_text(scripts[shape], errors="surrogateescape")
         with ThreadPoolExecutor(max(1, len(paths))) as pool:
             asked = {s: pool.submit(_ask_start, p, timeout_s, ask) for s, p in paths.items()}
             return {shape: answer.result() for shape, answer in asked.items()}

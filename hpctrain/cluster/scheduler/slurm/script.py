@@ -531,7 +531,7 @@ def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT
         ClusterUnreachable: no answer in time; the job may or may not have been accepted.
     """
     waits = [f"--dependency={dependency(after)}", "--kill-on-invalid-dep=no"] if after else []
-    arguments = [*export_arguments(script.read_text()), *waits]
+    arguments = [*export_arguments(script.read_text(errors="replace")), *waits]
     command = ["sbatch", "--parsable", *arguments, str(script)]
     try:
         answer = run(command, timeout_s=timeout_s, query=False)
