@@ -485,7 +485,7 @@ def test_no_name_of_a_settings_file_gets_round_a_lock(work, name):
     add(work, LOCK)
     (work / name).write_text("[slurm]\ngpus_per_node = 4\n")
 
-    with pytest.raises(UsageError, match="settings.slurm.gpus_per_node is locked"):
+    with pytest.raises(UsageError, match=r"settings\.slurm\.gpus_per_node is locked"):
         ask(work, config=Path(name))
 
 

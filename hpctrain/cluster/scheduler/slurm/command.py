@@ -303,7 +303,7 @@ def submitted_here(answer: str) -> str:
     ids = _JOB_ID.findall(answer)
     if len(ids) != 1:
         raise ClusterUnreachable(f"sbatch printed no job id: {answer.strip()[:80]!r}")
-    ((job_id, cluster),) = ids
+    job_id, cluster = map(str, ids[0])
     here = cluster_name() if cluster else None
     if here is not None and here != cluster:
         with contextlib.suppress(ClusterError):  # a start that comes all the same ends itself
