@@ -37,16 +37,9 @@ if TYPE_CHECKING:
 
 
 SAME_RUN = (
-    "seed",
-    "seq_len",
-    "layers",
-    "dim",
-    "heads",
-    "experts",
-    "experts_per_token",
-    "data",
-    "data_limit_mb",
-)  # fmt: skip
+    *("seed", "seq_len", "layers", "dim", "heads", "experts", "experts_per_token"),
+    *("data", "data_limit_mb"),
+)
 """Of [train]: another value would be another model, or other samples."""
 PROJECT_FILE = "site.toml"
 """A preset beside the settings, which was a layer of its own once: it must not stay silent."""

@@ -143,12 +143,9 @@ def _unread_config(words: Sequence[str], environ: Mapping[str, str]) -> list[str
     cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
     folder = Path(environ.get("HF_HOME") or f"{cache}/huggingface", "accelerate")
     there = [path for path in sorted(folder.glob("default_config.*")) if path.is_file()]
-    unread = (
-        f"accelerate launch would read {path}, and hpctrain does not: give what stands there as "
-        "options before the script (--mixed_precision bf16), or with --env"
-        for path in there[-1:]
-    )
-    return list(unread)
+    read = "accelerate launch would read {}, and hpctrain does not: give what stands there as "
+    instead = "options before the script (--mixed_precision bf16), or with --env"
+    return [read.format(path) + instead for path in there[-1:]]
 
 
 # ---- modules

@@ -143,14 +143,11 @@ class SlurmCluster(Cluster):
     def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
         """Every start of these jobs that accounting knows, by one question for all of them."""
         ids = [job_id for job_id in job_ids if is_job_id(job_id)]
-        if not ids:
-            return []
-        return job_starts(self._rows_of(ids))
+        return job_starts(self._rows_of(ids)) if ids else []
 
     def bulk_query(self, job_ids: Sequence[str]) -> SlurmCluster:
         """Answers from two questions in all, for a look at many jobs of this user."""
-        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
-        return BulkQuery(ids)
+        return BulkQuery([job_id for job_id in job_ids if is_job_id(job_id)])
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""
