@@ -288,11 +288,7 @@ def _submit(
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     renew_secret(run)
     token = f"{run.name}-{secrets.token_hex(4)}"  # no other run or submission has it
-    rendered = without_nodes(spec, exclude)
-    if shaped is not None:
-        from hpctrain.launch.shape import in_shape
-
-        rendered = in_shape(rendered, shaped.shape)
+    rendered = _of_job(without_nodes(spec, exclude), shaped)
     script = cluster.render(rendered, run, token)
     make_private_folder(run.jobs)
     write_private(run.script(token), script, mode=0o700)
@@ -326,6 +322,15 @@ def _submit(
     ledger.record(run, submitted)
     record([IndexedRun(run, frozenset({job_id}))])
     return job_id
+
+
+def _of_job(spec: Spec, shaped: ShapedJob | None) -> Spec:
+    """The spec with the nodes and the time limit of this job, where they were chosen."""
+    if shaped is None:
+        return spec
+    from hpctrain.launch.shape import in_shape
+
+    return in_shape(spec, shaped.shape)
 
 
 def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:

@@ -374,9 +374,8 @@ def write_private(path: Path, text: str, *, mode: int = 0o600, shared: bool = Tr
         mode |= (mode & 0o500) >> 3
     with whole_file(path) as staged:
         staged.unlink(missing_ok=True)  # another one's would keep its owner and its mode
-        # a path that is no UTF-8 is written as it is
         opened = os.open(staged, flags, mode)
-        with os.fdopen(opened, "w", errors="surrogateescape") as file:
+        with os.fdopen(opened, "w", errors="surrogateescape") as file:  # paths may be no UTF-8
             os.fchmod(file.fileno(), mode)
             file.write(text)
 

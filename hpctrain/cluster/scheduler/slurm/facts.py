@@ -154,9 +154,8 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         facts = [_with_preemption(one, record, records, by_name)
                  for one, record in zip(facts, records, strict=True)]  # fmt: skip
     expire = re.search(r"cred_expire=(\d{1,9})", settings.get("AuthInfo", ""))
-    # since 25.11
     words = settings.get("SchedulerParameters", "")
-    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire
+    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire  # since 25.11
     signal_words = settings.get("SlurmctldParameters", "") + settings.get("PreemptParameters", "")
     requeue = settings.get("JobRequeue")
     kill_wait = parse_config_seconds(config, "KillWait")
