@@ -25,6 +25,11 @@ _SAVED = ("checkpoint", "ckpt", "snapshot", "pretrained", "state", "model", "wei
 _LOADED = ("checkpoint", "ckpt", "snapshot", "state", "model", "weights", "pretrained", "last")
 _BACK = ("load", "restore", "resume", "restart", "from_state", "from_checkpoint")
 """With one of `_LOADED` in a function's name: it goes back to what was saved."""
+_AT_ONCE = ("resume", "restore")
+"""Goes back whatever else its name says, if it is called once: `maybe_resume(...)`."""
+_OF_FILES = frozenset({"is_config_file", "default_config_files", "fromfile_prefix_chars"})
+"""Arguments of calls to argparse and its relatives: a file may set any option."""
+_NO_LOAD = re.compile("(?:down|up|data)load")
 _ELSEWHERE = ("url", "hub")
 """In the name of what loads: published weights, or the program's own module."""
 _ASKED = ("resume", "ckpt", "checkpoint", "restore", "load", "continue", "init_from")
@@ -131,8 +136,16 @@ def begins_anew(text: str, args: Sequence[str]) -> BeginsAnew | None:
 
 
 def _is_named(name: str, does: Sequence[str], what: Sequence[str]) -> bool:
-    name = name.lower()
+    name = _NO_LOAD.sub("", name.lower())
     return any(word in name for word in does) and any(word in name for word in what)
+
+
+def _may_go_back(name: str) -> bool:
+    """Whether a call of that whole name goes back, if it is made once: `checkpointer.load()`."""
+    last = name.rpartition(".")[2].lower()
+    return any(word in last for word in _AT_ONCE) or (
+        any(word in last for word in _BACK) and _is_named(name, _BACK, _LOADED)
+    )
 
 
 @dataclass
@@ -154,6 +167,8 @@ class _Program:
         self._names_set: dict[str, list[ast.Name]] = {}
         self._attributes_set: set[str] = set()
         self._arguments = set(_ARGUMENTS)
+        self._is_set_elsewhere = False  # any option may have its value from a file
+        may_load: list[ast.Call] = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self._names_set.setdefault(node.id, []).append(node)
@@ -163,6 +178,8 @@ class _Program:
                 self._functions[node.name] = node
             elif isinstance(node, ast.Call):
                 self._take(node)
+                may_load += [node] if _may_go_back(ast.unparse(node.func)) else []
+        self.loads += [call for call in may_load if not self.is_repeated(call)]
         self.saves = [call for call in self.saves if self._is_of_training(call)]
         self.saves.sort(key=lambda call: call.lineno)
         self.loads = [node for node in self.loads if not self._is_no_checkpoint(node)]
@@ -171,6 +188,7 @@ class _Program:
         name = ast.unparse(call.func)
         last = name.rpartition(".")[2]
         self._calls.setdefault(last, []).append(call)
+        self._is_set_elsewhere |= self._sets_any_option(call, name)
         if last in {"add_argument", "option"}:
             self._take_option(call)
         elif last == "set_defaults":
@@ -186,6 +204,17 @@ class _Program:
             is_none = isinstance(keyword.value, ast.Constant) and not keyword.value.value
             if keyword.arg in {"resume_from_checkpoint", "ckpt_path"} and not is_none:
                 self.loads.append(keyword.value)
+
+    def _sets_any_option(self, call: ast.Call, name: str) -> bool:
+        """Whether a call gives the parsed arguments values that only another file knows."""
+        names = {keyword.arg for keyword in call.keywords}
+        if name.endswith("set_defaults"):
+            return None in names
+        if name == "setattr":
+            is_plain = len(call.args) > 1 and isinstance(call.args[1], ast.Constant)
+            return not is_plain and ast.unparse(call.args[0]) in self._arguments
+        is_of_all = "vars(" in name or "__dict__" in name
+        return (name.endswith(".update") and is_of_all) or bool(names & _OF_FILES)
 
     def _is_of_training(self, call: ast.Call) -> bool:
         """Whether a save writes what training resumes from, and not pieces of a data set."""
@@ -330,9 +359,12 @@ class _Program:
         """Return what an expression is with the command line as it is, or _UNKNOWN."""
         if (option := self._option_of(node)) is not None:
             is_set = isinstance(node, ast.Attribute) and option.dest in self._attributes_set
-            return _UNKNOWN if is_set or self._is_given(option) else option.default
+            is_known = not (is_set or self._is_set_elsewhere or self._is_given(option))
+            return option.default if is_known else _UNKNOWN
         if isinstance(node, ast.Name):
             set_to = self._value_before(node)
+            if self.args and "exec" in self._calls:  # nanoGPT's way to take options
+                return _UNKNOWN
             return self._value(set_to, depth + 1) if set_to and depth < _FOLLOWED else _UNKNOWN
         if isinstance(node, ast.List | ast.Tuple):
             values = [self._value(one, depth) for one in node.elts]
@@ -439,7 +471,13 @@ class _Program:
         return True
 
     def _is_given(self, option: AskedOption) -> bool:
-        return any(word.partition("=")[0] in option.spellings for word in self.args)
+        """Whether an argument names it: all of it, how it begins, or a letter with its value."""
+        heads = (word.partition("=")[0] for word in self.args if word.strip("-"))
+        return any(
+            one.startswith(head) if head.startswith("--") else head.startswith(one)
+            for head in heads
+            for one in option.spellings
+        )
 
     def path(self, call: ast.Call) -> str | None:
         """Return the pattern of the path that a save writes to; None where it is not plain."""

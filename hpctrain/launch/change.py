@@ -37,16 +37,9 @@ if TYPE_CHECKING:
 
 
 SAME_RUN = (
-    "seed",
-    "seq_len",
-    "layers",
-    "dim",
-    "heads",
-    "experts",
-    "experts_per_token",
-    "data",
-    "data_limit_mb",
-)  # fmt: skip
+    *("seed", "seq_len", "layers", "dim", "heads", "experts", "experts_per_token"),
+    *("data", "data_limit_mb"),
+)
 """Of [train]: another value would be another model, or other samples."""
 PROJECT_FILE = "site.toml"
 """A preset beside the settings, which was a layer of its own once: it must not stay silent."""
@@ -285,7 +278,8 @@ def changed(
         section, _, key = path.partition(".")
         theirs = site.settings.get(section, {}).get(key)
         now = value_at(settings, path)
-        by_user = not origin.startswith((DEFAULT, f"site {site.name}"))
+        of_site = origin == f"site {site.name}" or origin.startswith(f"site {site.name} (")
+        by_user = not of_site and origin.partition(",")[0] != DEFAULT
         if by_user and now != theirs:
             changes[f"settings.{path}"] = origin
     for name, value in env.items():

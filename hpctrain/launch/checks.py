@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places, refuse_wrong
 from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base.env import HPCTRAIN_OUTPUT_DIR
+from hpctrain.core.base.files import absolute
 from hpctrain.core.base.records import COPIES_PER_RANK
 from hpctrain.core.base.text import size
 from hpctrain.core.settings.check import missing_tracker, node_range
@@ -178,7 +179,7 @@ def _pretrained(
     if is_recipe:
         raise UsageError(f"{setting} has no effect in the recipe, which makes a model of its own")
     named = Path(settings.engine.pretrained).expanduser()
-    folder = Path(os.path.normpath((cwd or Path.cwd()) / named))
+    folder = absolute(cwd or Path.cwd(), named)
     settings = replaced(settings, {"engine.pretrained": str(folder)})
     if not folder.is_dir():
         if cwd is None:

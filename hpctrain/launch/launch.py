@@ -150,7 +150,6 @@ def begin_of(request: SubmitRequest) -> BeginFrom | None:
                 "--without says what of --from RUN is left out, and there is no --from"
             )
         return None
-
     return begin_from(request.begin, request.without, runs=request.cwd / request.runs)
 
 

@@ -126,8 +126,10 @@ _REFUSED = {
     ),
 }
 _INSIDE = re.compile(
-    r"^[ \t]*(?:exec[ \t]+)?(?:\S*/)?(torchrun|srun|mpirun|mpiexec|deepspeed|accelerate[ \t]+launch"
-    r"|python\S*[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch))(?=[ \t]|$)",
+    r"^(?:[^#\n]*(?:&&|\|\||;|\bthen|\bdo)[ \t])?[ \t]*"
+    r"(?:(?:\w+=\S*|exec|nohup|time|env|(?:conda|pixi|poetry|uv)[ \t]+run)[ \t]+)*(?:\S*/)?"
+    r"(torchrun|srun|mpirun|mpiexec|deepspeed|accelerate[ \t]+launch"
+    rf"|python\S*[ \t]+(?:-u[ \t]+)?-m[ \t]+(?:{'|'.join(map(re.escape, MODULES))}))(?=[ \t]|$)",
     re.MULTILINE,
 )
 

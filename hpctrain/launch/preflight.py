@@ -24,7 +24,13 @@ from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Preflight
 from hpctrain.cluster.scheduler.base import PreflightJob, get_cluster
 from hpctrain.cluster.site.environment import Versions, derive
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import follow_folder, make_runs_folder, read_text, remove_runs_folder
+from hpctrain.core.base.files import (
+    follow_folder,
+    make_runs_folder,
+    read_text,
+    remove_runs_folder,
+    write_private,
+)
 from hpctrain.core.settings.check import node_range
 from hpctrain.launch.checks import MOUNTS, mount_of
 from hpctrain.ledger.run.layout import RunDir
@@ -158,8 +164,7 @@ def make(spec: Spec, site: Site | None, runs: Path, *, bandwidth: bool, try_s: f
     if not text:
         return Preflight(run, token, None)
     script = run.script(token)
-    script.write_text(text)
-    script.chmod(0o700)
+    write_private(script, text, mode=0o700)
     return Preflight(run, token, script)
 
 

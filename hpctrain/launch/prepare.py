@@ -25,6 +25,7 @@ from hpctrain.cluster.scheduler.base import (
 from hpctrain.cluster.site.load import user_folder
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import (
+    absolute,
     can_be_replaced,
     make_run_folder,
     make_runs_folder,
@@ -72,7 +73,7 @@ from hpctrain.launch.checks import (
     with_own_places,
 )
 from hpctrain.launch.launchers import disagreements
-from hpctrain.launch.program import NamedProgram, read_program, refuse_absent
+from hpctrain.launch.program import SHELLS, NamedProgram, read_program, refuse_absent
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import refuse_planted
 
@@ -93,7 +94,6 @@ RECIPE_NAME = "lm"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NAME_LENGTH = 100
 _NAME_TRIES = 100
-_SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     settings, origins = chosen.upon(given, origins)
     secrets = secrets_of(settings, env, entry.args, env_origins=env_origins, origins=origins)
     notes += secret_warnings(secrets)
-    runs = Path(os.path.normpath(request.cwd / request.runs))
+    runs = absolute(request.cwd, request.runs)
     if who := can_be_replaced(runs):
         notes.append(
             "your job ends where somebody has put another run in the place of yours, and "
@@ -565,7 +565,7 @@ def _stem(entry: Entry) -> str:
     if entry.module:
         return entry.module.removesuffix(".__main__").rpartition(".")[2]
     named = [word for word in entry.args if not word.startswith("-")]
-    shell = entry.kind == "program" and Path(entry.path).name in _SHELLS and named
+    shell = entry.kind == "program" and Path(entry.path).name in SHELLS and named
     return Path(named[0] if shell else entry.path).stem
 
 

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.core.base.files import NotText, read_source
+from hpctrain.core.base.files import NotText, absolute, read_source
 from hpctrain.core.settings.layers import nearest
 from hpctrain.core.settings.spec import Entry
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 _WITHOUT_EFFECT = frozenset({"-u", "-q"})
 """Options of Python that change nothing for a rank: its output is written line by line anyway."""
 _HEAD_BYTES = 4096
@@ -72,10 +73,10 @@ def read_program(
     while not is_final:
         launched = unwrap(words)
         if launched is not None:
+            named.notes.extend([*launched.notes, *_unread_config(words, environ)])
             words, is_final, local_rank = launched.command, launched.is_final, launched.local_rank
             named.env.update(launched.env)
             named.asked.extend(launched.asked)
-            named.notes.extend(launched.notes)
         elif (rest := _without_python(words, cwd, environ, inside=inside)) is not None:
             is_final = unwrap(rest) is None
             if is_final:
@@ -132,6 +133,19 @@ def _is_ours(word: str, cwd: Path, environ: Mapping[str, str]) -> bool:
     theirs, ours = Path(path), Path(sys.executable)
     same_folder = os.path.realpath(theirs.parent) == os.path.realpath(ours.parent)
     return same_folder and os.path.realpath(theirs) == os.path.realpath(ours)
+
+
+def _unread_config(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """What `accelerate config` wrote, which `accelerate launch` reads unasked."""
+    name = words[1] if words[0] == "-m" else Path(words[0]).name
+    if name not in {"accelerate", "accelerate-launch", "accelerate.commands.launch"}:
+        return []
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    folder = Path(environ.get("HF_HOME") or f"{cache}/huggingface", "accelerate")
+    there = [path for path in sorted(folder.glob("default_config.*")) if path.is_file()]
+    read = "accelerate launch would read {}, and hpctrain does not: give what stands there as "
+    instead = "options before the script (--mixed_precision bf16), or with --env"
+    return [read.format(path) + instead for path in there[-1:]]
 
 
 # ---- modules
@@ -196,13 +210,13 @@ def _shown(places: Sequence[str]) -> str:
 def _file(words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Entry:
     word, *args = words
     path = _locate(word, cwd, environ)
-    kind = "program" if _is_program(word, path) else "script"
+    kind = "program" if _is_program(word, path) or _is_of_others(path, cwd, environ) else "script"
     return Entry(kind=kind, path=str(path), args=args)
 
 
 def _locate(word: str, cwd: Path, environ: Mapping[str, str]) -> Path:
     """The file that a word means: one of this folder, else a command on PATH."""
-    path = Path(os.path.normpath(cwd / word))
+    path = absolute(cwd, word)
     try:
         is_folder, is_there = path.is_dir(), path.exists()
     except OSError as error:  # a name that no file can have
@@ -225,17 +239,23 @@ def _inner_launcher(entry: Entry) -> list[str]:
     """Whether a program is, or calls, a launcher: each rank would start ranks of its own."""
     if entry.kind != "program":
         return []
-    name = Path(entry.path).name
-    words = [word for word in entry.args if not word.startswith("-")]
-    files = [Path(entry.path), *(Path(entry.cwd, word) for word in words[:1])]
-    for path in files:
-        with suppress(OSError, ValueError):
-            if not path.is_file() or not path.read_bytes()[:2].startswith(b"#!"):
-                continue
-            if (call := inside(path.read_text(errors="replace"))) is not None:
-                return [_nested(f"{path.name} line {call[1]}", call[0])]
-    nested = next((word for word in words[:3] if word in launchers() or word in MODULES), "")
-    return [_nested(name, nested)] if nested else []
+    path, words = Path(entry.path), [word for word in entry.args if not word.startswith("-")]
+    is_shell = path.name in SHELLS
+    if is_shell and any(re.fullmatch("-[a-z]*c", word) for word in entry.args):
+        call = inside(words[0]) if words else None
+        return [] if call is None else [_nested(f"{path.name} -c", call[0])]
+    script = Path(entry.cwd, words[0]) if is_shell and words else path
+    with suppress(OSError, ValueError):
+        if script.is_file() and (is_shell or script.read_bytes()[:2] == b"#!"):
+            call = inside(script.read_text(errors="replace"))
+            if call is not None:
+                return [_nested(f"{script.name} line {call[1]}", call[0])]
+    if is_shell:
+        return []
+    pairs = zip(words, [*words[1:], ""], strict=False)
+    named = (name for one, after in pairs for name in (Path(one).name, f"{one} {after}"))
+    nested = next((name for name in named if name in launchers() or name in MODULES), "")
+    return [_nested(path.name, nested)] if nested else []
 
 
 def _nested(where: str, launcher: str) -> str:
@@ -268,6 +288,15 @@ def _is_program(word: str, path: Path) -> bool:
         by_hand = "" if what == "a program" else f", or name what runs it: -- bash {word}"
         raise UsageError(f"{word} is {what}, and not executable: chmod +x {word}{by_hand}")
     return True
+
+
+def _is_of_others(path: Path, cwd: Path, environ: Mapping[str, str]) -> bool:
+    """Whether it is a command that another environment installed, such as conda or poetry."""
+    with path.open("rb") as file:
+        head = file.readline(_HEAD_BYTES)
+    python = os.fsdecode(head[2:]).strip() if head.startswith(b"#!/") else ""
+    is_beside = os.path.dirname(python) == os.path.dirname(os.path.realpath(path))  # noqa: PTH120
+    return is_beside and os.access(path, os.X_OK) and not _is_ours(python, cwd, environ)
 
 
 def _by_first_bytes(head: bytes) -> str:

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.scheduler.slurm.parse import QUEUE_FORMAT, SACCT_COMMAND
+from hpctrain.cluster.scheduler.slurm.parse import SACCT_COMMAND
 from tests.support import signal_watch
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -32,7 +32,7 @@ CLUSTER_QUESTIONS = {
     "show_partitions": ["scontrol", "show", "partition"],
     "show_nodes": ["scontrol", "show", "node"],
     "node_states": ["sinfo", "--noheader", "--Node", "--nodes=n1,n2", "--format=%T"],
-    "queue": ["squeue", "--noheader", f"--format={QUEUE_FORMAT}"],
+    "queue": ["squeue", "--noheader", "--format=%i|%T|%o"],
     "associations": ["sacctmgr", "--noheader", "--parsable2", "show", "association",
                      "format=Account"],
 }  # fmt: skip

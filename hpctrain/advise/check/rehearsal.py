@@ -29,7 +29,7 @@ from hpctrain.advise.check.forecast import FAIL, NOT_KNOWN, NOTE, OK, CheckLine,
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_FAULTS, HPCTRAIN_LOCAL_DIR
-from hpctrain.core.base.files import make_runs_folder, read_text, remove_runs_folder
+from hpctrain.core.base.files import absolute, make_runs_folder, read_text, remove_runs_folder
 from hpctrain.core.base.records import EndReason
 from hpctrain.core.base.text import size
 from hpctrain.errors import HpctrainError
@@ -391,7 +391,7 @@ def rehearsal_stage(request: SubmitRequest, *, patience_s: float) -> Iterator[Re
         request: The run that is to come.
         patience_s: So long may each wait take.
     """
-    runs = Path(os.path.normpath(request.cwd / request.runs))
+    runs = absolute(request.cwd, request.runs)
     new_runs = [one for one in (runs, *runs.parents) if not one.exists()]
     make_runs_folder(runs)
     folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=runs))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import read_plain, replace_text
+from hpctrain.core.base.files import read_plain, replace_text, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -174,10 +174,9 @@ def record_bad(
     if not entries and not path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f"{path.name}.{os.getpid()}")
     plain = {name: asdict(entry) for name, entry in sorted(entries.items())}
-    staged.write_text(json.dumps({"format": FORMAT, "nodes": plain}, indent=1) + "\n")
-    staged.replace(path)
+    with whole_file(path, str(os.getpid())) as staged:  # two preflights may end at once
+        staged.write_text(json.dumps({"format": FORMAT, "nodes": plain}, indent=1) + "\n")
 
 
 def excluded(*paths: Path, now: float | None = None) -> list[str]:
@@ -213,6 +212,4 @@ def record_known_good(path: Path, nodes: Iterable[str], *, now: float | None = N
         OSError: it cannot be written.
     """
     now = clock.now() if now is None else now
-    staged = path.with_name(f"{path.name}.{os.getpid()}")
-    staged.write_text(json.dumps(read_known_good(path) | dict.fromkeys(nodes, now)) + "\n")
-    staged.replace(path)
+    replace_text(path, json.dumps(read_known_good(path) | dict.fromkeys(nodes, now)) + "\n")

@@ -144,10 +144,8 @@ def choose(
         return site, f"site {site.name}, because {match.reasons[0]} (--site none for no site)"
     passed = detected.matches[0] if detected else None
     if passed is not None:
-        return (
-            None,
-            f"no site: {passed.name} matches ({passed.reasons[0]}) but {passed.passed_over}",
-        )
+        why = f"{passed.name} matches ({passed.reasons[0]}) but {passed.passed_over}"
+        return None, f"no site: {why}"
     return None, "no site: none matches here"
 
 
@@ -178,13 +176,8 @@ def _match(site: Site, here: Surroundings) -> Match | None:
         passed_over = "its preset is unverified until an admin has completed it"
     elif {signal for signal, _ in reasons} == {Signal.CLUSTER} and site.about.stability != "local":
         passed_over = "SLURM's ClusterName alone does not tell one cluster from all others"
-    return Match(
-        site.name,
-        reasons[0][0],
-        site.detect.priority,
-        tuple(reason for _, reason in reasons),
-        passed_over,
-    )
+    why = tuple(reason for _, reason in reasons)
+    return Match(site.name, reasons[0][0], site.detect.priority, why, passed_over)
 
 
 def _reasons(site: Site, here: Surroundings) -> list[tuple[Signal, str]]:

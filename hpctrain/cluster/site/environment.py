@@ -23,17 +23,7 @@ if TYPE_CHECKING:
 FLIGHT_RECORDER = "hpctrain's flight recorder"
 """Origin of the variables that keep NCCL's last operations for the moment of a hang."""
 
-SHOWN_PREFIXES = (
-    "NCCL_",
-    "RCCL_",
-    "FI_",
-    "GLOO_",
-    "TORCH_",
-    "OFI_",
-    "UCX_",
-    "MPICH_",
-    "HSA_",
-)  # fmt: skip
+SHOWN_PREFIXES = ("NCCL_", "RCCL_", "FI_", "GLOO_", "TORCH_", "OFI_", "UCX_", "MPICH_", "HSA_")
 """Values of these may be written down. Any other variable may hold a token: its name only."""
 
 _CONDITION = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)")

@@ -54,6 +54,13 @@ class NotText(ValueError):
     """A file that cannot be read, in words."""
 
 
+def absolute(folder: Path, named: str | Path) -> Path:
+    """The whole path of what is named in a folder; `link/..` is above what the link names."""
+    path = folder / named
+    above = os.path.realpath(path.parent) if ".." in path.parts else path.parent
+    return Path(os.path.normpath(Path(above, path.name)))
+
+
 def is_plain(path: Path) -> bool:
     """Whether an ordinary file is there, or a link to one.
 
@@ -367,7 +374,8 @@ def write_private(path: Path, text: str, *, mode: int = 0o600, shared: bool = Tr
         mode |= (mode & 0o500) >> 3
     with whole_file(path) as staged:
         staged.unlink(missing_ok=True)  # another one's would keep its owner and its mode
-        with os.fdopen(os.open(staged, flags, mode), "w") as file:
+        opened = os.open(staged, flags, mode)
+        with os.fdopen(opened, "w", errors="surrogateescape") as file:  # paths may be no UTF-8
             os.fchmod(file.fileno(), mode)
             file.write(text)
 

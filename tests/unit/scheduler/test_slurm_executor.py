@@ -15,11 +15,12 @@ from hpctrain.cluster.scheduler.slurm.command import submitted_here as read_id
 from hpctrain.cluster.scheduler.slurm.executor import AgentTask, HpctrainExecutor
 from hpctrain.cluster.scheduler.slurm.script import sbatch
 from hpctrain.core.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.core.base.files import write_private
 from hpctrain.core.base.records import JobContext
 from hpctrain.core.settings.schema import replaced
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import slurm_task
-from hpctrain.errors import ClusterError
+from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.layout import RunDir
 
 
@@ -45,15 +46,22 @@ def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands):
 
 
 @pytest.mark.parametrize(
-    "printed", ["4711\n", "4711;alps\n", "Welcome to Alps!\nproject ok\n4711\n"]
+    "printed",
+    [
+        "4711\n",
+        "4711;alps\n",
+        "Welcome to Alps!\nproject ok\n4711\n",
+        "4711\nhours left: 300\n",
+        "4711\r\n",
+    ],
 )
-def test_job_id_is_read_whatever_the_site_prints_before_it(printed):
+def test_job_id_is_read_whatever_the_site_prints_around_it(printed):
     assert read_id(printed) == "4711"
 
 
-@pytest.mark.parametrize("printed", ["", "Submitted nothing\n"])
-def test_submission_without_an_id_is_an_error(printed):
-    with pytest.raises(ClusterError, match="printed no job id"):
+@pytest.mark.parametrize("printed", ["", "Submitted\n", "hours left: 300\n", "4711\n300\n"])
+def test_without_an_id_the_job_may_be_there_and_no_other_is_taken_for_it(printed):
+    with pytest.raises(ClusterUnreachable, match="printed no job id"):
         read_id(printed)
 
 
@@ -78,6 +86,18 @@ def test_the_script_is_submitted_and_nothing_is_pickled(tmp_path, commands):
     assert sbatch(script, timeout_s=20.0) == "4711"
     assert commands.read_text().splitlines()[0] == f"sbatch --parsable {script}"
     assert not (tmp_path / "tok").exists()
+
+
+def test_a_script_with_a_path_that_is_no_utf_8_is_submitted(tmp_path, commands):
+    command = commands.parent / "bin" / "sbatch"
+    command.write_text("#!/bin/sh\necho 4711\n")
+    command.chmod(0o755)
+    script = tmp_path / "tok.sh"
+
+    write_private(script, os.fsdecode(b"#!/bin/sh\ncd caf\xe9\n"), mode=0o700)
+
+    assert script.read_bytes() == b"#!/bin/sh\ncd caf\xe9\n"
+    assert sbatch(script, timeout_s=20.0) == "4711"
 
 
 def test_task_outside_of_a_job_says_what_is_missing(tmp_path, monkeypatch, capsys):

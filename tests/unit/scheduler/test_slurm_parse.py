@@ -16,10 +16,10 @@ from hpctrain.cluster.scheduler.slurm.jobs import (
     job_starts,
 )
 from hpctrain.cluster.scheduler.slurm.parse import (
+    parse_bulk,
     parse_config,
     parse_config_seconds,
     parse_count,
-    parse_queue,
     parse_records,
     parse_sacct,
     parse_state,
@@ -138,9 +138,9 @@ def test_no_time_is_none(text):
 
 
 def test_queue_rows_keep_a_command_with_bars_and_spaces():
-    rows = parse_queue("7|RUNNING|/a b/c|d.sh\n8_[1-3]|PENDING|(null)\n\n")
+    rows = parse_bulk("7|RUNNING|n1|1|2|3|None|/a b/c|d.sh\n8_[1-3]|PENDING||N/A\n\n")
 
-    assert rows == [("7", "RUNNING", "/a b/c|d.sh"), ("8_[1-3]", "PENDING", "(null)")]
+    assert rows == [["7", "RUNNING", "n1", "1", "2", "3", "None", "/a b/c|d.sh"]]
 
 
 def test_sacct_duplicates_are_incarnations_oldest_first():

@@ -54,6 +54,12 @@ def test_the_partitions_nodes_that_take_jobs_and_who_has_them():
     assert seen.start_of(JobShape(1, 1801)) == NOW + 5400
 
 
+def test_a_node_whose_job_completes_beside_others_is_one():
+    seen = view(sinfo=SINFO.replace("n1|alloc", "n1|alloc+"))
+
+    assert seen.nodes == {"n1", "n2", "n3", "n4"}
+
+
 def test_another_partition_has_its_own_limit_and_shares_its_nodes_jobs():
     seen = view("short")
 

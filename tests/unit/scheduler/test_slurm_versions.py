@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.cluster.scheduler.slurm.control import comes_back
 from hpctrain.cluster.scheduler.slurm.facts import read_cpus_per_gpu, read_facts
-from hpctrain.cluster.scheduler.slurm.jobs import job_facts, job_id_of, job_info
-from hpctrain.cluster.scheduler.slurm.parse import parse_queue, parse_records, parse_sacct
+from hpctrain.cluster.scheduler.slurm.jobs import job_facts, job_id_of, job_info, queued_job
+from hpctrain.cluster.scheduler.slurm.parse import parse_records, parse_sacct
 from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.ledger.plan.decide import is_cancelled, is_requeued
 from tests.support.record_slurm import ODD_NAME
@@ -113,11 +113,12 @@ def test_the_tasks_of_an_array_and_the_parts_of_a_het_job_are_told_apart(said):
 
 
 def test_every_job_of_the_queue_has_its_state(said):
-    rows = parse_queue(said("queue"))
+    rows = [line.split("|", 2) for line in said("queue").splitlines()]
+    jobs = [queued_job([job, state, *[""] * 5, script]) for job, state, script in rows]
 
-    assert sorted(row.state for row in rows) == ["PENDING", *["RUNNING"] * (len(rows) - 1)]
-    assert sum("_" in row.job_id for row in rows) == 2
-    assert sum("+" in row.job_id for row in rows) == 2
+    assert sorted(job.state for job in jobs) == ["PENDING", *["RUNNING"] * (len(jobs) - 1)]
+    assert sum("_" in job.job_id for job in jobs) == 2
+    assert sum("+" in job.job_id for job in jobs) == 2
 
 
 def test_accounting_has_a_row_for_each_start(said):

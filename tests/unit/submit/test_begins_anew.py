@@ -197,6 +197,14 @@ def test_the_pattern_follows_the_command_line(out):
         "utils.auto_load_model(args=args, model=model)\n" + SAVES,
         "utils.restart_from_checkpoint('x', model=model)\n" + SAVES,
         "trainer.train(resume_from_checkpoint=True)\n" + SAVES,
+        "start = utils.maybe_resume(model, 'out')\n" + SAVES,
+        "manager = utils.CheckpointManager('out')\nmanager.restore(model)\n" + SAVES,
+        "checkpointer = utils.Checkpointer('out')\nstart = checkpointer.load()\n" + SAVES,
+        f"for k in conf:\n    setattr(args, k, conf[k])\nif args.resume:\n{LOAD}{SAVES}",
+        f"vars(args).update(conf)\nif args.resume:\n{LOAD}{SAVES}",
+        f"args.__dict__.update(conf)\nif args.resume:\n{LOAD}{SAVES}",
+        f"parser.set_defaults(**conf)\nif args.resume:\n{LOAD}{SAVES}",
+        f"parser.add_argument('-c', is_config_file=True)\nif args.resume:\n{LOAD}{SAVES}",
         'torch.save(model.state_dict(), "result.pt")\n',
         "def main():\n    torch.save(model.state_dict(), 'result.pt')\nmain()\n",
         "import hpctrain\nrun = hpctrain.init()\n" + SAVES,
@@ -210,6 +218,37 @@ def test_no_word_on_others(body):
     assert note(body) is None
 
 
-@pytest.mark.parametrize("args", [["--resume", "last.pt"], ["--resume=last.pt"], ["-r", "last.pt"]])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "huggingface_hub.snapshot_download('x')\n",
+        "loader = StatefulDataLoader(data)\n",
+        "for step in range(3):\n    utils.upload_checkpoint('x')\n",
+        "def evaluate():\n    ema.restore()\nfor step in range(3):\n    evaluate()\n",
+        "pairs.update(a=1)\nsetattr(args, 'seed', 1)\n",
+    ],
+)
+def test_what_only_looks_like_a_load_is_none(body):
+    assert note(body + f"if args.resume:\n{LOAD}" + SAVES) is not None
+
+
+def test_options_that_a_program_takes_by_exec_count_as_given():
+    """nanoGPT's configurator: `--init_from=resume`, or a file."""
+    body = f"begin = 'scratch'\nexec(open('c.py').read())\nif begin == 'resume':\n{LOAD}{SAVES}"
+
+    assert note(body) is not None
+    assert note(body, "--begin=resume") is None
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--resume", "last.pt"],
+        ["--resume=last.pt"],
+        ["--res", "last.pt"],
+        ["-r", "last.pt"],
+        ["-rlast.pt"],
+    ],
+)
 def test_no_word_where_it_is_told(args):
     assert note("if args.resume:\n    torch.load(args.resume)\n" + SAVES, *args) is None

@@ -87,6 +87,87 @@ def test_a_command_on_path_is_taken_with_its_whole_path(work):
     assert (entry.kind, entry.path, entry.args) == ("program", SHELL, ["plain.sh", "--fast"])
 
 
+def test_above_a_link_is_above_what_it_names(work, tmp_path):
+    (tmp_path / "other" / "sub").mkdir(parents=True)
+    (tmp_path / "other" / "train.py").write_text("")
+    (work / "link").symlink_to(tmp_path / "other" / "sub")
+
+    assert read(work, "link/../train.py").entry.path == str(tmp_path / "other" / "train.py")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_command_of_another_environment_is_started_as_it_stands(work, tmp_path, in_place):
+    """conda and poetry have a Python of their own, with packages that this one lacks."""
+    folder = tmp_path / "other" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to("/usr/bin/python3")
+    (folder / "poetry").write_text(f"#!{folder}/python\nfrom poetry import main\n")
+    (folder / "poetry").chmod(0o755)
+    (work / "poetry").symlink_to(folder / "poetry")
+    command = str(folder / "poetry") if in_place else "poetry"
+
+    entry = read(work, command, "run", "python", "train.py").entry
+
+    assert (entry.kind, entry.args) == ("program", ["run", "python", "train.py"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc_per_node 4 train.py",
+        "CUDA_VISIBLE_DEVICES=0,1 A=$B torchrun train.py",
+        "cd sub && time torchrun train.py",
+        "if true; then torchrun train.py; fi",
+        "uv run accelerate launch train.py",
+        "  nohup python3 -m accelerate.commands.launch train.py",
+        "A=1 python -u -m torch.distributed.launch train.py",
+    ],
+)
+@pytest.mark.parametrize("command", [["bash", "no-head"], ["./run.sh"], ["bash", "-ec"]])
+def test_a_launcher_in_a_shells_lines_is_told_of(work, command, line):
+    (work / "no-head").write_text(f"set -e\n{line}\n")
+    (work / "run.sh").write_text(f"#!/bin/bash\n{line}\n")
+
+    (note,) = read(work, *command, *([line] if "-ec" in command else [])).notes
+
+    assert "would start ranks of its own in each rank" in note
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["accelerate launch train.py", "env A=1 B=2 C=3 torchrun --nproc_per_node 4 train.py"],
+)
+def test_a_launcher_behind_another_command_is_told_of(work, command):
+    (note,) = read(work, "timeout", "-k", "9", "9", *command.split()).notes
+
+    assert note.startswith("timeout calls ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["# torchrun train.py", "pip install deepspeed", "echo 'use torchrun'", "module load srun"],
+)
+def test_a_launcher_that_is_only_named_is_not(work, line):
+    (work / "run.sh").write_text(f"#!/bin/bash\n{line}\n")
+
+    assert read(work, "bash", "run.sh", "--strategy", "deepspeed").notes == []
+
+
+@pytest.mark.parametrize("command", ["accelerate launch", "-m accelerate.commands.launch"])
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME", "HF_HOME"])
+def test_the_config_that_accelerate_reads_unasked_is_told_of(work, tmp_path, command, variable):
+    below = {"HOME": ".cache/huggingface", "XDG_CACHE_HOME": "huggingface", "HF_HOME": ""}
+    config = tmp_path / "h" / below[variable] / "accelerate" / "default_config.yaml"
+    config.parent.mkdir(parents=True)
+    environ = {"PATH": "/usr/bin:/bin", variable: str(tmp_path / "h")}
+    words = [*command.split(), "train.py"]
+
+    assert not any("would read" in one for one in read_program(words, work, environ).notes)
+    config.write_text("mixed_precision: bf16\n")
+    assert f"would read {config}" in read_program(words, work, environ).notes[-1]
+    assert not any("would read" in one for one in read_program(["train.py"], work, environ).notes)
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [

@@ -480,6 +480,15 @@ def test_a_locked_value_is_changed_only_when_allowed_and_then_recorded(work, cha
     assert any(path in note and "--allow-locked" in note for note in allowed.notes)
 
 
+@pytest.mark.parametrize("name", ["defaults.toml", "site juniper.toml"])
+def test_no_name_of_a_settings_file_gets_round_a_lock(work, name):
+    add(work, LOCK)
+    (work / name).write_text("[slurm]\ngpus_per_node = 4\n")
+
+    with pytest.raises(UsageError, match=r"settings\.slurm\.gpus_per_node is locked"):
+        ask(work, config=Path(name))
+
+
 def test_the_presets_own_value_and_what_is_not_locked_are_free(work):
     add(work, LOCK)
 

@@ -13,8 +13,9 @@ import os
 import shutil
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, Result
 from hpctrain.cluster.scheduler.base import Accounting, Cluster, PreflightJob, StartEstimate
@@ -31,19 +32,16 @@ from hpctrain.cluster.scheduler.slurm.command import (
 )
 from hpctrain.cluster.scheduler.slurm.jobs import (
     accounted_job,
-    is_alive,
     job_info,
     job_starts,
     queued_job,
 )
 from hpctrain.cluster.scheduler.slurm.parse import (
     BULK_FORMAT,
-    QUEUE_FORMAT,
     SACCT_COMMAND,
     AccountRow,
     parse_bulk,
     parse_jobs,
-    parse_queue,
     parse_sacct,
 )
 from hpctrain.cluster.scheduler.slurm.script import (
@@ -61,7 +59,7 @@ from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.event_fields import is_job_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.cluster.site.detect import ClusterFacts
     from hpctrain.cluster.site.schema import Site
@@ -126,16 +124,8 @@ class SlurmCluster(Cluster):
 
     def find_job(self, token: str) -> JobInfo | None:
         """The job whose script has this token's name; one that is alive before one that is not."""
-        text = self._run(
-            "squeue",
-            "--noheader",
-            "--states=all",
-            f"--user={os.getuid()}",
-            f"--format={QUEUE_FORMAT}",
-        )
-        rows = [r for r in parse_queue(text) if PurePath(r.command).name == f"{token}.sh"]
-        rows.sort(key=lambda row: is_alive(row.state))
-        return self.job(rows[-1].job_id) if rows else None
+        jobs = [one for one in self._queued() if PurePath(one.script).name == f"{token}.sh"]
+        return max(jobs, key=lambda job: job.alive, default=None)
 
     def job(self, job_id: str) -> JobInfo | None:
         """What slurmctld knows of the job, or accounting where slurmctld has forgotten it."""
@@ -153,14 +143,11 @@ class SlurmCluster(Cluster):
     def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
         """Every start of these jobs that accounting knows, by one question for all of them."""
         ids = [job_id for job_id in job_ids if is_job_id(job_id)]
-        if not ids:
-            return []
-        return job_starts(self._rows_of(ids))
+        return job_starts(self._rows_of(ids)) if ids else []
 
     def bulk_query(self, job_ids: Sequence[str]) -> SlurmCluster:
         """Answers from two questions in all, for a look at many jobs of this user."""
-        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
-        return BulkQuery(ids)
+        return BulkQuery([job_id for job_id in job_ids if is_job_id(job_id)])
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""
@@ -284,14 +271,17 @@ class SlurmCluster(Cluster):
         """Submit its script."""
         return SlurmPreflight(self, run.script(token))
 
-    def _accounted(self, job_id: str) -> JobInfo | None:
-        """The job's last state in accounting; None without an entry, and without accounting."""
-        return accounted_job(self._accounts([job_id]))
+    def _queued(self) -> list[JobInfo]:
+        """What slurmctld knows of this user's jobs."""
+        squeue = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}")
+        return [
+            queued_job(row) for row in parse_bulk(self._run(*squeue, f"--format={BULK_FORMAT}"))
+        ]
 
-    def _accounts(self, job_ids: Sequence[str]) -> list[AccountRow]:
-        """Accounting's rows of jobs that slurmctld has forgotten."""
+    def _accounted(self, job_id: str) -> JobInfo | None:
+        """A job that slurmctld has forgotten; None without an entry, and without accounting."""
         try:
-            return self._rows_of(job_ids)
+            return accounted_job(self._rows_of([job_id]))
         except ClusterError as error:
             raise AccountingSilent(str(error)) from error
 
@@ -343,51 +333,33 @@ class BulkQuery(SlurmCluster):
         """Query nothing yet."""
         self._job_ids = job_ids
         self._lock = threading.Lock()
-        self._queue: list[JobInfo] | ClusterError | None = None
-        self._rows: list[AccountRow] | ClusterError | None = None
+        self._answers: dict[str, Any] = {}
 
     def job(self, job_id: str) -> JobInfo | None:
         """As `SlurmCluster.job`."""
         queued = next((one for one in self._queued() if one.job_id == job_id), None)
-        if queued is not None:
-            return queued
-        try:
-            return accounted_job([row for row in self._accounted_rows() if row.job_id == job_id])
-        except ClusterError as error:
-            raise AccountingSilent(str(error)) from error
-
-    def find_job(self, token: str) -> JobInfo | None:
-        """As `SlurmCluster.find_job`."""
-        jobs = [one for one in self._queued() if PurePath(one.script).name == f"{token}.sh"]
-        return max(jobs, key=lambda job: job.alive, default=None)
-
-    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
-        """As `SlurmCluster.starts`."""
-        return job_starts([row for row in self._accounted_rows() if row.job_id in set(job_ids)])
+        return queued or self._accounted(job_id)
 
     def _queued(self) -> list[JobInfo]:
-        with self._lock:
-            if self._queue is None:
-                squeue = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}")
-                try:
-                    rows = parse_bulk(self._run(*squeue, f"--format={BULK_FORMAT}"))
-                    self._queue = [queued_job(row) for row in rows]
-                except ClusterError as error:
-                    self._queue = error
-            if isinstance(self._queue, ClusterError):
-                raise self._queue
-            return self._queue
+        jobs: list[JobInfo] = self._once("queue", super()._queued)
+        return jobs
 
-    def _accounted_rows(self) -> list[AccountRow]:
+    def _rows_of(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        ask = partial(super()._rows_of, self._job_ids)
+        rows: list[AccountRow] = self._once("rows", ask) if self._job_ids else []
+        return [row for row in rows if row.job_id in set(job_ids)]
+
+    def _once(self, what: str, ask: Callable[[], Any]) -> Any:
+        """The first answer, also where it was an error."""
         with self._lock:
-            if self._rows is None:
+            if what not in self._answers:
                 try:
-                    self._rows = self._rows_of(self._job_ids) if self._job_ids else []
+                    self._answers[what] = ask()
                 except ClusterError as error:
-                    self._rows = error
-            if isinstance(self._rows, ClusterError):
-                raise self._rows
-            return self._rows
+                    self._answers[what] = error
+        if isinstance(self._answers[what], ClusterError):
+            raise self._answers[what]
+        return self._answers[what]
 
 
 BODY = "preflight.sh"

@@ -48,6 +48,7 @@ not do: dash clears it, and sites wrap SLURM's commands into shell scripts. The 
 moment until the trap stands."""
 QUERY_TIMEOUT_S = 20.0
 CLUSTER_NAME_TIMEOUT_S = 3.0
+_JOB_ID = re.compile(r"^[ \t]*([0-9]+)(?:;(\S*))?[ \t\r]*$", re.MULTILINE)
 SILENCE_S = 10.0
 """A slurmctld that did not tell its cluster's name is not asked for it again for so long."""
 RETRY_PAUSE_S = 0.5
@@ -290,16 +291,19 @@ def name_here() -> str:
 
 
 def submitted_here(answer: str) -> str:
-    """The job's id in what `sbatch --parsable` printed, `id` or `id;cluster`, after any greeting.
+    """The job's id in what `sbatch --parsable` printed, a line `id` or `id;cluster`.
+
+    A wrapper around sbatch may print more, and may send the job to another cluster.
 
     Raises:
-        ClusterError: there is none, or the job went to another cluster (a wrapper around sbatch can
-            do that). There it would look forgotten to us, so it is cancelled.
+        ClusterUnreachable: no line is an id, or several are; the job is found by its token.
+        ClusterError: the job went to another cluster. There it would look forgotten to us, so it is
+            cancelled.
     """
-    words = answer.split()
-    job_id, _, cluster = words[-1].partition(";") if words else ("", "", "")
-    if not job_id.isdigit():
-        raise ClusterError(f"sbatch printed no job id: {answer.strip()[:80]!r}")
+    ids = _JOB_ID.findall(answer)
+    if len(ids) != 1:
+        raise ClusterUnreachable(f"sbatch printed no job id: {answer.strip()[:80]!r}")
+    job_id, cluster = map(str, ids[0])
     here = cluster_name() if cluster else None
     if here is not None and here != cluster:
         with contextlib.suppress(ClusterError):  # a start that comes all the same ends itself

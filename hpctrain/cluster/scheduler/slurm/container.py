@@ -157,9 +157,9 @@ def container_lines(spec: Spec, run: RunDir, token: str, site: Site | None) -> l
         lines += [*start.edf.splitlines(), "EDF"]
         srun = [f"--environment={run.jobs / f'{token}.toml'}", *srun]
     if srun:
-        lines += [f'hpctrain_srun_args=({_join(srun)} "${{hpctrain_srun_args[@]}}")']
+        lines += [f'hpctrain_srun_args=({shlex.join(srun)} "${{hpctrain_srun_args[@]}}")']
     python = shlex.quote(spec.settings.container.python)
-    words = f"{_join(start.words)} " if start.words else ""
+    words = f"{shlex.join(start.words)} " if start.words else ""
     return [*lines, f'hpctrain_task=({words}"${{hpctrain_inside[@]}}" {python})', "}"]
 
 
@@ -281,7 +281,7 @@ def _inside(spec: Spec, site: Site | None) -> list[str]:
         ours = "$hpctrain_value" if name in _OF_THE_HOST else f"${{{name}-$hpctrain_value}}"
         lines += [f'hpctrain_inside+=("{name}={ours}")']
     lines += [f'hpctrain_inside+=(${{{name}+"{name}=${name}"}})' for name in _passed(spec, site)]
-    return [*lines, *([f"hpctrain_inside+=({_join(values)})"] if values else [])]
+    return [*lines, *([f"hpctrain_inside+=({shlex.join(values)})"] if values else [])]
 
 
 def _passed(spec: Spec, site: Site | None) -> list[str]:
@@ -381,7 +381,3 @@ def _gpus(runtime: str, site: Site | None, options: Sequence[str]) -> list[str]:
 
 def _origin(spec: Spec, path: str) -> str:
     return spec.origins.get(path, "default")
-
-
-def _join(words: Iterable[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)

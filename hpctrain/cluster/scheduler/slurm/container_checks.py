@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.scheduler.slurm.container import mounts_of, runtime_of
 from hpctrain.cluster.scheduler.slurm.script import module_lines
-from hpctrain.core.base.files import open_plain
+from hpctrain.core.base.files import absolute, open_plain
 from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.errors import ChecksFailed, NotFound
 
@@ -210,7 +210,7 @@ def image_path(image: str, runtime: str, folder: Path) -> Path | None:
         image = archive[2]
     elif runtime == "shifter" or "://" in image or "$" in image:
         return None
-    path = Path(os.path.normpath(folder / Path(image).expanduser()))
+    path = absolute(folder, Path(image).expanduser())
     is_path = image.startswith(("/", "./", "../", "~")) or image.endswith(_FILES)
     by_path = runtime in {"apptainer", "singularity"} or archive is not None
     at_hand = runtime == "charliecloud" and _exists(path)  # else it names one of ch-image's store

@@ -154,9 +154,8 @@ def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
         facts = [_with_preemption(one, record, records, by_name)
                  for one, record in zip(facts, records, strict=True)]  # fmt: skip
     expire = re.search(r"cred_expire=(\d{1,9})", settings.get("AuthInfo", ""))
-    # since 25.11
     words = settings.get("SchedulerParameters", "")
-    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire
+    delay = re.search(r"requeue_delay=(\d{1,9})", words) or expire  # since 25.11
     signal_words = settings.get("SlurmctldParameters", "") + settings.get("PreemptParameters", "")
     requeue = settings.get("JobRequeue")
     kill_wait = parse_config_seconds(config, "KillWait")
@@ -276,7 +275,7 @@ NEVER_S = 300 * 86400.0
 """A start so far away is SLURM's word for "not as things are"."""
 NODES_FORMAT = "%P|%N|%t|%l"
 JOBS_FORMAT = "%i|%T|%P|%N|%Y|%S|%e|%l"
-_TAKES_JOBS = re.compile(r"(idle|alloc|mix|comp|plnd)[a-z]*[*~#!%@^-]?")
+_TAKES_JOBS = re.compile(r"(idle|alloc|mix|comp|plnd)[a-z]*[*~#!%@^+-]?")
 _TO_START = re.compile(r"to start at (\S+)")
 _HOLDS = frozenset({"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING"})
 
@@ -374,7 +373,7 @@ def ask_starts(
     with tempfile.TemporaryDirectory(prefix="hpctrain-shapes-") as folder:
         paths = {shape: Path(folder) / f"{n}.sh" for n, shape in enumerate(scripts)}
         for shape, path in paths.items():
-            path.write_text(scripts[shape])
+            path.write_text(scripts[shape], errors="surrogateescape")
         with ThreadPoolExecutor(max(1, len(paths))) as pool:
             asked = {s: pool.submit(_ask_start, p, timeout_s, ask) for s, p in paths.items()}
             return {shape: answer.result() for shape, answer in asked.items()}

@@ -312,8 +312,6 @@ def _required(site: Site | None) -> tuple[str, ...]:
 def _setup_notes(settings: Settings, origins: Mapping[str, str], site: Site) -> list[str]:
     """The preset's setup lines are gone where the user has some; they may be needed here."""
     theirs = site.layer.values.get("slurm", {}).get("setup", [])
-    if not theirs or list(settings.slurm.setup) == list(theirs):
-        return []
     lost = [line for line in theirs if line not in settings.slurm.setup]
     if not lost:
         return []

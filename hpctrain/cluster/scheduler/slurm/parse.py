@@ -92,28 +92,6 @@ def parse_state(value: str) -> str:
     return match[0] if match else "UNKNOWN"
 
 
-class QueueRow(NamedTuple):
-    """One row of `squeue --format=QUEUE_FORMAT`."""
-
-    job_id: str
-    state: str
-    command: str
-
-
-QUEUE_FORMAT = "%i|%T|%o"
-
-
-def parse_queue(text: str) -> list[QueueRow]:
-    """Rows of squeue in QUEUE_FORMAT; the command may hold any character, so it comes last."""
-    rows = []
-    for line in text.splitlines():
-        job_id, _, rest = line.partition("|")
-        state, bar, command = rest.partition("|")
-        if bar:
-            rows.append(QueueRow(job_id.strip(), parse_state(state), command.strip()))
-    return rows
-
-
 BULK_FORMAT = "%i|%T|%N|%S|%e|%Q|%r|%o"
 
 

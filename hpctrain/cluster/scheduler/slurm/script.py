@@ -89,7 +89,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         "",
         "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        f"hpctrain_srun_args=({_join(_srun_options(settings, site))})",
+        f"hpctrain_srun_args=({shlex.join(_srun_options(settings, site))})",
         *_setup(module_lines(site), settings, site),
         *_container(spec, run, token, site),
         *script_lines(spec),
@@ -275,10 +275,6 @@ def _container(spec: Spec, run: RunDir, token: str, site: Site | None) -> list[s
     from hpctrain.cluster.scheduler.slurm.container import container_lines  # which few runs need
 
     return container_lines(spec, run, token, site)
-
-
-def _join(words: Sequence[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)
 
 
 # ---- what a site demands and refuses
@@ -531,7 +527,7 @@ def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT
         ClusterUnreachable: no answer in time; the job may or may not have been accepted.
     """
     waits = [f"--dependency={dependency(after)}", "--kill-on-invalid-dep=no"] if after else []
-    arguments = [*export_arguments(script.read_text()), *waits]
+    arguments = [*export_arguments(script.read_text(errors="replace")), *waits]
     command = ["sbatch", "--parsable", *arguments, str(script)]
     try:
         answer = run(command, timeout_s=timeout_s, query=False)
