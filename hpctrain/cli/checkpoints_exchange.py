@@ -361,5 +361,5 @@ def _print_imported(
         echo_warning(note)
     click.echo(
         f"{made.path}: {made.tensors} tensors ({size(made.nbytes)}) from {contents.kind}, each "
-        f"read back and the same\nnext         hpctrain resume {run.name}"
+        f"read back and the same\nnext         hpctrain resume {run.typed}"
     )

@@ -469,7 +469,7 @@ def resume(
         echo_json(facts)
     elif job_id is not None:
         click.echo("".join(f"note         {line}\n" for line in followers), nl=False)
-        click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.name} -f")
+        click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.typed} -f")
 
 
 def _plan_text(prepared: PreparedResume) -> str:

@@ -286,7 +286,7 @@ def _refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str]
                     "each would resume from the other's weights: have each run save into a folder "
                     f"of its own, e.g. --set 'checkpoint.sealed={{output}}/{name}' with {{output}} "
                     f"in the program's arguments (or {HPCTRAIN_OUTPUT_DIR} in its code); wait for "
-                    f"{other.name}; or `hpctrain cancel {other.name}`"
+                    f"{other.name}; or `hpctrain cancel {other.typed}`"
                 )
 
 

@@ -491,9 +491,9 @@ def _none_in(run: RunDir) -> str:
     if glance(run)[0] is not None:
         return (
             f"the checkpoints of {run.name} are its program's own; have the program load one: "
-            f"`hpctrain checkpoints path {run.name}` prints where the newest lies"
+            f"`hpctrain checkpoints path {run.typed}` prints where the newest lies"
         )
-    return f"{run.name} has no whole checkpoint (`hpctrain checkpoints list {run.name}`)"
+    return f"{run.name} has no whole checkpoint (`hpctrain checkpoints list {run.typed}`)"
 
 
 def copy_into(

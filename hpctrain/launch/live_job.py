@@ -61,7 +61,7 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
         if now.phase in OVER or now.cancel == "cancel":  # it ends itself, should it start yet
             return None
         raise ClusterUnreachable(
-            f"{why}. If that job is gone for good, `hpctrain cancel {run.name}` says so here, and "
+            f"{why}. If that job is gone for good, `hpctrain cancel {run.typed}` says so here, and "
             "`resume` goes on"
         )
     try:
@@ -121,9 +121,9 @@ def _leaving(run: RunDir, alive: JobInfo, name: str = "it") -> str:
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     """Why nothing can be started beside a job of the run, and what to do."""
-    onward = f"end it with `hpctrain cancel {run.name}`, or let it run"
+    onward = f"end it with `hpctrain cancel {run.typed}`, or let it run"
     if leaving := _leaving(run, alive):
-        onward = f"{leaving}: try again when it has, which `hpctrain status {run.name}` shows"
+        onward = f"{leaving}: try again when it has, which `hpctrain status {run.typed}` shows"
     return RunAlive(
         f"{run.name} has job {alive.job_id} ({alive.shown.lower()}), which may still write; "
         f"{onward}"

@@ -577,9 +577,9 @@ def _legal(stem: str) -> str:
 def _refuse_existing(root: Path) -> None:
     if not root.is_dir():
         return
-    if RunDir(root).spec.exists():
+    if (run := RunDir(root)).spec.exists():
         raise RunExists(
-            f"{root} exists: `hpctrain status {root.name}` shows it, `hpctrain resume {root.name}` "
+            f"{root} exists: `hpctrain status {run.typed}` shows it, `hpctrain resume {run.typed}` "
             "continues it once its job has ended; or choose another --name"
         )
     raise RunExists(

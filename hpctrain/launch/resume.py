@@ -119,7 +119,7 @@ def _refuse_done(run: RunDir, spec: Spec, events: Sequence[ledger.Event]) -> Non
     if not ends or not (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
         return
     step = ends[-1]
-    anew = f"name the program with what it is to do: hpctrain resume {run.name} -- PROGRAM ARGS"
+    anew = f"name the program with what it is to do: hpctrain resume {run.typed} -- PROGRAM ARGS"
     if step is None:  # a program that counts no steps with us
         raise WrongState(f"{run.name} is done: its program has ended; to run it on, {anew}")
     more = f"to train on, {anew}" if is_script else "to train on, raise --set train.steps=N"
@@ -308,7 +308,7 @@ def choose_code(
     if checkout is None and new_code:
         raise UsageError(
             f"--new-code: {spec.snapshot.root or spec.entry.cwd} is in no git checkout any more; "
-            f"name the program: hpctrain resume {run.name} -- PROGRAM ARGS"
+            f"name the program: hpctrain resume {run.typed} -- PROGRAM ARGS"
         )
     return _of_copy(run, spec, checkout, spec.snapshot, _why_new(history, new_code=new_code))
 
@@ -422,7 +422,7 @@ def _in_checkout(entry: Entry, run: RunDir, checkout: Checkout) -> Entry:
     here = checkout.root / path.relative_to(run.snapshot)
     if not here.exists():
         raise UsageError(
-            f"{here} is gone from your checkout; name the program: hpctrain resume {run.name} "
+            f"{here} is gone from your checkout; name the program: hpctrain resume {run.typed} "
             "-- PROGRAM ARGS"
         )
     return replace(entry, path=str(here), python_path=outside)

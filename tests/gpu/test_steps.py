@@ -183,11 +183,13 @@ def test_plan_says_the_time_of_a_step(case, world, note):
     seconds = min(timed(planned.step, world.device) for _ in range(6 if note.is_cuda else 2))
     name, step = planned.case
     peak = peak_flops(torch.cuda.get_device_name()) if note.is_cuda else 1e12
-    way = Strategy("one", "one process", Spread("single", low=2), data_ranks=1)
+    spread = Spread("single", low=2)
+    way = Strategy("one", "one process", spread, data_ranks=1)
     work = work_of_step(
         of_config(plan_cases.MODELS[name], name), Batch(step["micro"], step["seq"], 1), way
     )
-    said = step_time(work, Traffic(0, 0), Accelerator("it", 1, flops=peak), Links(None, None))
+    gpu = Accelerator("it", 1, flops=peak)
+    said = step_time(work, Traffic(0, 0), gpu, Links(None, None), spread)
     assert said.seconds
     title = plan_cases.title(case)
     off = abs(said.seconds / seconds - 1)

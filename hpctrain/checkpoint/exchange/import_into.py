@@ -62,7 +62,7 @@ def refuse_taken(run: RunDir, step: int) -> None:
     if step in find.steps(run) and find.look(run, step).problem is None:
         raise CheckpointError(
             f"step {step} of {run.name} is there already and is left as it is; import to another "
-            f"step, or delete it with `hpctrain checkpoints rm {run.name} {step}`"
+            f"step, or delete it with `hpctrain checkpoints rm {run.typed} {step}`"
         )
 
 

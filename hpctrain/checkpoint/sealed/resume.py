@@ -419,7 +419,7 @@ def _nothing_whole(
     return NoCheckpoint(
         f"{run.name} has registered {len(everything)} checkpoints, and none is complete: "
         f"{'; '.join(shown)}{more}. It does not start over by itself: bring one back, or "
-        f"`hpctrain resume {run.name} --from 0`"
+        f"`hpctrain resume {run.typed} --from 0`"
     )
 
 
@@ -433,7 +433,7 @@ def refuse_lost_seals(run: RunDir, history: RunHistory) -> None:
         raise NoCheckpoint(
             f"{run.name} has registered checkpoints, the newest of {history.sealed_path}, and no "
             f"record of them is left in {run.sealed}. It does not start over by itself: bring them "
-            f"back, or `hpctrain resume {run.name} --from 0`"
+            f"back, or `hpctrain resume {run.typed} --from 0`"
         )
 
 

@@ -402,12 +402,12 @@ def refuse(
             why = f" ({reason})" if reason else ""
             raise ChecksFailed(
                 f"step {step} of {run.name} is pinned{why} and was not deleted; unpin it with "
-                f"`hpctrain checkpoints pin {run.name} {step} --remove`, or add --force"
+                f"`hpctrain checkpoints pin {run.typed} {step} --remove`, or add --force"
             )
         if not force and step in evaluations.awaited:
             raise ChecksFailed(
                 f"step {step} of {run.name} is to be evaluated and was not deleted; wait until "
-                f"`hpctrain status {run.name}` has its metrics, or add --force if it may do without"
+                f"`hpctrain status {run.typed}` has its metrics, or add --force if it need not"
             )
     if force:
         return
@@ -415,8 +415,8 @@ def refuse(
     if valid and valid <= set(steps):
         raise ChecksFailed(
             f"step {max(valid)} is the last valid checkpoint of {run.name}: nothing was deleted, "
-            f"because the run could only start over, by `hpctrain resume {run.name} --from 0`; add "
-            "--force if it may"
+            f"because the run could only start over, by `hpctrain resume {run.typed} --from 0`; "
+            "add --force if it may"
         )
 
 

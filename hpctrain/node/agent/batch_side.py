@@ -9,7 +9,6 @@ promises, and tests/slurm/test_requeue_path.py and test_after.py.
 from __future__ import annotations
 
 import logging
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -352,7 +351,7 @@ def _unfinished(run: RunDir, predecessor: RunDir) -> str:
     phase = RunHistory.read(predecessor, marks="few").state.phase
     if phase is RunState.DONE:
         return ""
-    resume, itself = (f"`hpctrain resume {shlex.quote(one.name)}`" for one in (predecessor, run))
+    resume, itself = (f"`hpctrain resume {one.typed}`" for one in (predecessor, run))
     to_run = f"it is to run after {predecessor.name}"
     if not predecessor.root.is_dir():
         return f"{to_run}, and {predecessor.root} is not there any more: submit it anew"

@@ -303,11 +303,11 @@ class ParamGroups:
         there, noted = [*map(id, groups)], [*map(id, self._noted)]
         if there == noted:
             return
-        known = dict(zip(noted, self._begun, strict=True))
-        if known.keys().isdisjoint(there):  # a load of the optimizer's own has made all anew
-            known = dict(zip(there, self._begun, strict=False))
-        new = [number for number, group in enumerate(there) if group not in known]
-        self._begun = [known.get(id(group)) or _values(group) for group in groups]
+        begun_of = dict(zip(noted, self._begun, strict=True))
+        if begun_of.keys().isdisjoint(there):  # a load of the optimizer's own has made all anew
+            begun_of = dict(zip(there, self._begun, strict=False))
+        new = [number for number, group in enumerate(there) if group not in begun_of]
+        self._begun = [begun_of.get(id(group)) or _values(group) for group in groups]
         self._noted = [*groups]
         for number in new if self._saved else ():
             self._take(number)

@@ -267,8 +267,8 @@ class Program:
         """Note how the program has made its optimizer. Collective where ranks differ in it."""
         optimizer, model = self.optimizer, self.model
         # At a second loop the groups have been noted: what training has made of them is no start.
-        known = self._groups
-        is_new = known is None or known.optimizer is not optimizer or known.model is not model
+        noted = self._groups
+        is_new = noted is None or noted.optimizer is not optimizer or noted.model is not model
         if isinstance(optimizer, torch.optim.Optimizer) and model is not None and is_new:
             self._groups = ParamGroups(
                 optimizer, model, driven=self._driven, allow=lambda: self.allow

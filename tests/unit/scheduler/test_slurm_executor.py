@@ -38,9 +38,10 @@ def commands(tmp_path, monkeypatch):
     return tmp_path / "asked"
 
 
-def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands):
+@pytest.mark.parametrize("printed", ["4711;cm4\n", "Submitted batch job 4711 on cluster cm4\n"])
+def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands, printed):
     with pytest.raises(ClusterError, match="sent job 4711 to the cluster cm4, and this is alps"):
-        read_id("4711;cm4\n")
+        read_id(printed)
 
     assert commands.read_text().splitlines()[-1] == "scancel --clusters=cm4 4711"
 
@@ -53,6 +54,8 @@ def test_a_job_that_went_to_another_cluster_is_cancelled_there(commands):
         "Welcome to Alps!\nproject ok\n4711\n",
         "4711\nhours left: 300\n",
         "4711\r\n",
+        "Submitted batch job 4711\n",
+        "Submitted batch job 4711 on cluster alps\n",
     ],
 )
 def test_job_id_is_read_whatever_the_site_prints_around_it(printed):
@@ -94,9 +97,9 @@ def test_a_script_with_a_path_that_is_no_utf_8_is_submitted(tmp_path, commands):
     command.chmod(0o755)
     script = tmp_path / "tok.sh"
 
-    write_private(script, os.fsdecode(b"#!/bin/sh\ncd caf\xe9\n"), mode=0o700)
+    write_private(script, os.fsdecode(b"#!/bin/sh\ncd lait\xe9\n"), mode=0o700)
 
-    assert script.read_bytes() == b"#!/bin/sh\ncd caf\xe9\n"
+    assert script.read_bytes() == b"#!/bin/sh\ncd lait\xe9\n"
     assert sbatch(script, timeout_s=20.0) == "4711"
 
 

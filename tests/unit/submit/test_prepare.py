@@ -275,9 +275,11 @@ def test_a_run_that_exists_is_refused_with_what_to_do_instead(work):
     run = make_run(ask(work, name="mine"), None)
     before = run.spec.read_text()
 
-    with pytest.raises(RunExists, match=r"`hpctrain resume mine` continues it once .* --name$"):
+    with pytest.raises(
+        RunExists, match=rf"`hpctrain resume {run.typed}` continues it once .* --name$"
+    ):
         ask(work, name="mine")
-    with pytest.raises(RunExists, match="hpctrain resume mine"):
+    with pytest.raises(RunExists, match=f"hpctrain resume {run.typed}"):
         create_run(a_spec("mine"), work / "runs")
     assert run.spec.read_text() == before
 

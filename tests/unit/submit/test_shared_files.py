@@ -81,7 +81,7 @@ def test_a_live_run_of_another_folder_of_runs_is_a_rival_too(
 
 
 def test_a_second_run_with_the_same_pattern_is_refused_with_the_way_out(submit, alive):
-    submit("lr-1", "checkpoints/last.pt")
+    first, _ = submit("lr-1", "checkpoints/last.pt")
     alive.add("lr-1")
 
     with pytest.raises(UsageError) as caught:
@@ -91,7 +91,7 @@ def test_a_second_run_with_the_same_pattern_is_refused_with_the_way_out(submit, 
         str(caught.value)
     )
     assert "--set 'checkpoint.sealed={output}/last.pt'" in str(caught.value)
-    assert "`hpctrain cancel lr-1`" in str(caught.value)
+    assert f"`hpctrain cancel {first.typed}`" in str(caught.value)
 
 
 def test_the_way_out_works(submit, alive):

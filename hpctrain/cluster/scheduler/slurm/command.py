@@ -48,7 +48,9 @@ not do: dash clears it, and sites wrap SLURM's commands into shell scripts. The 
 moment until the trap stands."""
 QUERY_TIMEOUT_S = 20.0
 CLUSTER_NAME_TIMEOUT_S = 3.0
-_JOB_ID = re.compile(r"^[ \t]*([0-9]+)(?:;(\S*))?[ \t\r]*$", re.MULTILINE)
+_JOB_ID = re.compile(
+    r"^[ \t]*(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )(\S*))?[ \t\r]*$", re.MULTILINE
+)
 SILENCE_S = 10.0
 """A slurmctld that did not tell its cluster's name is not asked for it again for so long."""
 RETRY_PAUSE_S = 0.5
@@ -293,7 +295,7 @@ def name_here() -> str:
 def submitted_here(answer: str) -> str:
     """The job's id in what `sbatch --parsable` printed, a line `id` or `id;cluster`.
 
-    A wrapper around sbatch may print more, and may send the job to another cluster.
+    A wrapper around sbatch may print more, drop --parsable, or use another cluster.
 
     Raises:
         ClusterUnreachable: no line is an id, or several are; the job is found by its token.
