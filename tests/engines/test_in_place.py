@@ -19,7 +19,7 @@ from hpctrain.errors import ClusterError
 from hpctrain.ledger.run.fence import Attempt
 from hpctrain.node.agent import in_place, signals
 from hpctrain.node.agent.control import NodeControl
-from hpctrain.node.agent.coordinator import RoundSide
+from hpctrain.node.agent.coordinator import LeadSide
 from hpctrain.node.agent.in_place import CONNECT_S, InPlaceRendezvous, RoundSize
 from hpctrain.node.agent.liveness import LivenessChannel, LivenessPlace
 from hpctrain.node.agent.node import InPlaceAgent, NodeAgent
@@ -456,7 +456,7 @@ def test_a_stop_that_is_under_way_is_not_held_up_by_copies(kill, cause, why):
     agent = object.__new__(InPlaceAgent)
     deadline = SimpleNamespace(look=lambda: "late" if kill else "", cause=cause)
     place = agent._meeting_place = SimpleNamespace(losses=list)
-    agent._side = RoundSide(SimpleNamespace(deadline=deadline), place, NO_LOOKS, 0.0)
+    agent._side = LeadSide(SimpleNamespace(deadline=deadline), place, NO_LOOKS, 0.0)
 
     assert agent._why_no_copies() == why
 

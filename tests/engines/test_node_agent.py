@@ -21,7 +21,7 @@ from hpctrain.node.agent import coordinator as module
 from hpctrain.node.agent import ranks as ranks_module
 from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import NodeControl
-from hpctrain.node.agent.coordinator import RoundSide
+from hpctrain.node.agent.coordinator import FollowerSide, LeadSide
 from hpctrain.node.agent.node import NodeAgent
 from hpctrain.node.agent.node_reports import News, NodeReports
 from hpctrain.node.agent.ranks import run_rank
@@ -327,7 +327,7 @@ def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
             asked.append(key)
             return told.get(key)
 
-    news = news_of(RoundSide(None, None, NO_LOOKS, 0.0), nodes, Store())
+    news = news_of(FollowerSide(None, 0.0), nodes, Store())
     for _ in range(600):
         hands.advance(module.POLL_S)
         assert news.tick() is None
@@ -348,7 +348,7 @@ def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
 def test_the_first_agent_hears_its_own_news_at_once_on_any_number_of_nodes(hands):
     asked = []
     store = SimpleNamespace(look=lambda: None, get=asked.append)
-    news = news_of(RoundSide(SimpleNamespace(), None, NO_LOOKS, 0.0), 9000, store)
+    news = news_of(LeadSide(None, None, NO_LOOKS, 0.0), 9000, store)
 
     for _ in range(3):
         assert news.tick() is None

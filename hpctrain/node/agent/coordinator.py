@@ -1,7 +1,8 @@
 """What sets node 0's agent apart in a round: it begins the attempt, and decides how a round ends.
 
-`RoundSide` is what lies around a round, on every node. tests/engines/test_node_agent.py,
-tests/engines/test_in_place.py and tests/unit/agent/test_simulated_stories.py hold the promises.
+`LeadSide` is node 0's side of what lies around a round, and `FollowerSide` that of all other nodes;
+`node.py` calls either alike. tests/engines/test_node_agent.py, tests/engines/test_in_place.py and
+tests/unit/agent/test_simulated_stories.py hold the promises.
 """
 
 from __future__ import annotations
@@ -152,62 +153,94 @@ class RoundCoordinator(RoundPart):
                 self._hooks.lost(loss, self._place.next_members())
 
 
-class RoundSide:
-    """What an agent does around a round: on node 0 by its hooks; all others wait for its word.
+class FollowerSide:
+    """What an agent does around a round on all nodes but the first: it waits for node 0's word."""
 
-    Attributes:
-        refused: On node 0: why there is nothing to resume from.
-        sealing: What registers the program's files in this round.
-    """
+    refused: CheckpointError | None = None
+    """Why there is nothing to resume from, as node 0 itself has found."""
 
-    def __init__(
-        self,
-        hooks: RoundHooks | None,
-        place: Rendezvous,
-        hang_limits: HangLimits,
-        end_wait_s: float,
-    ) -> None:
-        """See `NodeAgent`."""
-        self.refused: CheckpointError | None = None
-        self.sealing = RoundPart()
-        self._hooks, self._place = hooks, place
-        self._hang_limits, self._end_wait_s = hang_limits, end_wait_s
-        self._attempt: Attempt
+    def __init__(self, place: Rendezvous, end_wait_s: float) -> None:
+        """`end_wait_s` is as for `WatchOfFirst`."""
+        self._place, self._end_wait_s = place, end_wait_s
 
     def begin_attempt(self, round_: AgentRound) -> int | None:
-        """Take the attempt, and publish it; return its number, None where node 0 does that.
+        """Take an attempt and publish it; return its number, None where node 0 does that."""
+
+    def choose_resume(self, round_: AgentRound) -> None:
+        """Publish what the ranks of this attempt resume from."""
+
+    def sealing(self) -> RoundPart:
+        """Return what registers the program's files in this round."""
+        return RoundPart()
+
+    def presence(self, round_: AgentRound) -> Presence:
+        """Return what shows that node 0's agent lives, or watches that."""
+        return WatchOfFirst(round_, self._place, self._end_wait_s)
+
+    def news_each_s(self, nodes: int) -> float:
+        """Return how long to wait between two looks for news."""
+        return news_each_s(nodes, POLL_S)
+
+    def coordinator(self, round_: AgentRound) -> RoundPart:
+        """Return what decides how the round ends."""
+        del round_
+        return RoundPart()
+
+    def after_store_loss(self, failure: FailureReport) -> RoundEnd:
+        """Return how a round ends whose store is gone."""
+        return RoundEnd("failed", restart=True, why=failure.summary)
+
+    def is_job_to_end(self) -> bool:
+        """Return whether a stop has been asked for, as node 0 knows it."""
+        return False
+
+    def record(self, fact: LedgerFact) -> None:
+        """Write an event into the ledger, which is node 0's affair."""
+
+    def note_losses(self, losses: Sequence[Loss]) -> None:
+        """Record that nodes are left out of further rounds."""
+
+    def stay(self, round_: AgentRound) -> None:
+        """Stay until others have read the verdict."""
+
+
+class LeadSide(FollowerSide):
+    """What node 0's agent does around a round."""
+
+    def __init__(
+        self, hooks: RoundHooks, place: Rendezvous, hang_limits: HangLimits, end_wait_s: float
+    ) -> None:
+        """See `NodeAgent`."""
+        super().__init__(place, end_wait_s)
+        self._hooks, self._hang_limits = hooks, hang_limits
+        self._attempt: Attempt
+        self._sealing = RoundPart()
+
+    def begin_attempt(self, round_: AgentRound) -> int:
+        """Take the attempt, and publish it.
 
         Raises:
             OSError: e.g. a full disk; the other nodes know that no attempt begins.
         """
-        if self._hooks is None:
-            return None
         key = f"attempt/{round_.number}"
         try:
             self._attempt = self._hooks.begin(round_.ranks.in_all)
         except OSError as error:  # the others would wait for the store that ends
             round_.store.set(key, {"refused": str(error)})
-            self.say_goodbye(round_)
+            say_goodbye(self, round_)
             raise
         round_.store.set(key, asdict(self._attempt))
-        self.sealing = self._hooks.sealing(self._attempt)
+        self._sealing = self._hooks.sealing(self._attempt)
         return self._attempt.number
 
     def choose_resume(self, round_: AgentRound) -> None:
         """Publish what the ranks resume from; it may take long."""
-        if self._hooks is not None:
-            round_.store.set(f"resume/{round_.number}", self._chosen(self._hooks))
+        round_.store.set(f"resume/{round_.number}", self._chosen(self._attempt))
 
-    def _chosen(self, hooks: RoundHooks) -> dict[str, Any]:
-        def why_leave() -> str:
-            is_late, cause = hooks.deadline.look(), hooks.notice(lambda: False)
-            if cause is None and not is_late:
-                return ""
-            named = f" ({cause})" if cause is not None else ""
-            return f"the job is to end{named}, and no rank had started"
-
+    def _chosen(self, attempt: Attempt) -> dict[str, Any]:
+        hooks = self._hooks
         try:
-            path = choose(lambda on_bytes: hooks.resume(self._attempt, on_bytes), why_leave)
+            path = choose(lambda on_bytes: hooks.resume(attempt, on_bytes), self._why_leave)
             start = hooks.starts()
             return {"path": path, "start": start, "more": asdict(hooks.more_args(start, path))}
         except Fenced:
@@ -218,63 +251,67 @@ class RoundSide:
         except StopHeard as stop:
             return {"stopped": str(stop)}
 
+    def _why_leave(self) -> str:
+        """Why ranks should not be started any more; "" while nothing says so."""
+        is_late = self._hooks.deadline.look()
+        cause = self._hooks.notice(lambda: False)
+        if cause is None and not is_late:
+            return ""
+        named = f" ({cause})" if cause is not None else ""
+        return f"the job is to end{named}, and no rank had started"
+
+    def sealing(self) -> RoundPart:
+        """See `FollowerSide`."""
+        return self._sealing
+
     def presence(self, round_: AgentRound) -> Presence:
-        """Return what shows that node 0's agent lives, or watches that."""
-        if self._hooks is not None:
-            return FirstPresence(round_)
-        return WatchOfFirst(round_, self._place, self._end_wait_s)
+        """See `FollowerSide`."""
+        return FirstPresence(round_)
 
     def news_each_s(self, nodes: int) -> float:
-        """Return how long to wait between two looks for news; node 0 hears itself at once."""
-        return 0.0 if self._hooks is not None else news_each_s(nodes, POLL_S)
+        """Always: node 0's agent hears itself at once."""
+        del nodes
+        return 0.0
 
     def coordinator(self, round_: AgentRound) -> RoundPart:
-        """Return what decides how the round ends."""
-        if self._hooks is None:
-            return RoundPart()
+        """See `FollowerSide`."""
         return RoundCoordinator(
             round_, self._hooks, self._place, self._hang_limits, self._end_wait_s
         )
 
     def after_store_loss(self, failure: FailureReport) -> RoundEnd:
-        """Return how a round ends whose store is gone."""
-        if self._hooks is None:
-            return RoundEnd("failed", restart=True, why=failure.summary)
+        """See `FollowerSide`."""
         restart = self._hooks.deadline.cause is None and self._hooks.may_restart(failure)
         return RoundEnd("failed", restart=restart, why=failure.summary, failure=failure)
 
     def is_job_to_end(self) -> bool:
-        """Return whether a stop has been asked for, as node 0 knows it."""
-        if self._hooks is None:
-            return False
-        return bool(self._hooks.deadline.look()) or self._hooks.deadline.cause is not None
+        """See `FollowerSide`."""
+        deadline = self._hooks.deadline
+        return bool(deadline.look()) or deadline.cause is not None
 
     def record(self, fact: LedgerFact) -> None:
-        """Write an event into the ledger, which is node 0's affair."""
-        if self._hooks is not None:
-            self._hooks.record(fact)
+        """See `FollowerSide`."""
+        self._hooks.record(fact)
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
-        """Record that nodes are left out of further rounds."""
-        if self._hooks is not None:
-            for loss in losses:
-                self._hooks.lost(loss, self._place.next_members())
+        """See `FollowerSide`."""
+        for loss in losses:
+            self._hooks.lost(loss, self._place.next_members())
 
-    def say_goodbye(self, round_: AgentRound) -> None:
-        """Take leave of the other agents of a round."""
-        with suppress(RuntimeError):  # the store has ended: nobody hears it
-            round_.say("goodbye", "gone")
-            if self._hooks is not None:
-                _await_others(round_)
+    def stay(self, round_: AgentRound) -> None:
+        """Node 0 goes last, and sees to it that its verdict stands where others look."""
+        deadline = clock.monotonic() + GOODBYE_S
+        here = set(range(round_.nodes))
+        while here and clock.monotonic() < deadline:
+            round_.store.say_again()
+            while here and round_.store.get(round_.key(f"goodbye/{min(here)}")) is not None:
+                here.remove(min(here))
+            if here:
+                clock.sleep(POLL_S / 2)
 
 
-def _await_others(round_: AgentRound) -> None:
-    """Node 0 goes last, and sees to it that its verdict stands where others look."""
-    deadline = clock.monotonic() + GOODBYE_S
-    here = set(range(round_.nodes))
-    while here and clock.monotonic() < deadline:
-        round_.store.say_again()
-        while here and round_.store.get(round_.key(f"goodbye/{min(here)}")) is not None:
-            here.remove(min(here))
-        if here:
-            clock.sleep(POLL_S / 2)
+def say_goodbye(side: FollowerSide, round_: AgentRound) -> None:
+    """Take leave of the other agents of a round."""
+    with suppress(RuntimeError):  # the store has ended: nobody hears it
+        round_.say("goodbye", "gone")
+        side.stay(round_)

@@ -121,8 +121,26 @@ def generation_of(environ: Mapping[str, str]) -> Generation | None:
     return _generation(json.loads(text)) if text else None
 
 
-class LeaderFailover:
+class NoLeader:
+    """Where no agent can lead after the first node: there is no next generation."""
+
+    is_possible = False
+    """Whether an agent of this one may begin it."""
+
+    def claimed(self) -> Generation | None:
+        """What another agent has begun: nothing."""
+        return None
+
+    def claim(self, follows: int, lost: Collection[str] = ()) -> Generation:
+        """Begin one, which cannot be here."""
+        del follows, lost
+        raise Fenced("no agent can lead the others of this job")
+
+
+class LeaderFailover(NoLeader):
     """The next generation, as an agent of this one looks for it or begins it."""
+
+    is_possible = True
 
     def __init__(self, run: RunDir, secret: str, context: JobContext) -> None:
         """Look at nothing yet; `context` is this node's place in this generation."""
@@ -202,10 +220,10 @@ class LossEnding(AttemptEnding):
     """The end of attempts, losses of nodes included.
 
     Attributes:
-        failover: How the agents that are left continue without node 0; None where none can lead.
+        failover: How the agents that are left continue without node 0.
     """
 
-    failover: LeaderFailover | None = None
+    failover = NoLeader()
 
     def after_loss(self, attempt: int, why: str) -> bool:
         """Write down a round that a node's loss has ended; whether another may follow it here."""
@@ -280,7 +298,7 @@ class LossEnding(AttemptEnding):
         log.warning("%s was lost: %s; what follows is decided here", first, why)
         self.record(fence.number, kinds.NodeLost(node=first, why=why, was_first=True))
         lost = f"{first} was lost: {why}"
-        if self.failover is not None and self.after_loss(fence.number, lost):
+        if self.failover.is_possible and self.after_loss(fence.number, lost):
             try:
                 return self.failover.claim(fence.number, self._lost_nodes())
             except Fenced:
@@ -381,7 +399,7 @@ class LossEnding(AttemptEnding):
 
     def _claimed(self) -> Generation | None:
         try:
-            return None if self.failover is None else self.failover.claimed()
+            return self.failover.claimed()
         except OSError as error:
             log.warning("whether another agent continues cannot be read: %s", error)
             return None

@@ -35,6 +35,7 @@ from hpctrain.node.agent.liveness import EARLY_END_S, liveness_of
 from hpctrain.node.agent.loss_ending import (
     LeaderFailover,
     LossEnding,
+    NoLeader,
     Succeeds,
     generation_of,
     take_over,
@@ -110,10 +111,10 @@ def _run_generation(
     node_check = NodeCheck(run, spec, context, secret)
     if generation is None:  # others were looked at before
         node_check.begin()
+    # Before anything large is imported.
     node_control = _node_control(spec.settings.alive, context, secret, liveness, replica_server)
     ending.seen_step = lambda: heartbeat.highest_step(node_control.folder)
-    if liveness is not None and not os.environ.get(HPCTRAIN_RELAY):  # which the first node has
-        ending.failover = LeaderFailover(run, shared, context)
+    ending.failover = _failover(run, shared, context, liveness)
 
     def rounds() -> int:
         _preload(spec)
@@ -135,6 +136,16 @@ def _run_generation(
 
     leads = generation is not None and context.node_rank == 0
     return _see_through(rounds, ending, node_control, liveness, leads_others=leads)
+
+
+def _failover(
+    run: RunDir, secret: str, context: JobContext, liveness: LivenessChannel | None
+) -> NoLeader:
+    """How the agents that are left continue without the first node."""
+    is_in_container = bool(os.environ.get(HPCTRAIN_RELAY))  # whose relay is the first node's
+    if liveness is None or is_in_container:
+        return NoLeader()
+    return LeaderFailover(run, secret, context)
 
 
 def _see_through(
@@ -175,7 +186,6 @@ def _node_control(
     liveness: LivenessChannel | None,
     replica_server: str,
 ) -> NodeControl:
-    """Fork this node's processes, before anything large is imported."""
     return NodeControl(
         context.master_addr,
         secret,
@@ -204,12 +214,6 @@ def _send_home(liveness: LivenessChannel | None, why: str) -> None:
         if liveness.place.node == 0:
             liveness.end(why, EARLY_END_S)
         liveness.stop()
-
-
-def _newest_attempt(run: RunDir) -> int:
-    """Return its number, 0 for none."""
-    newest = read_fence(run)
-    return 0 if newest is None else newest.number
 
 
 def _environment(run: RunDir, spec: Spec, context: JobContext) -> RankEnvironment:
@@ -339,13 +343,11 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
 
     hooks = None
     if context.node_rank == 0:
-        # Nobody knows what the save of a program takes that does not know hpctrain.
-        lead_s = max(spec.settings.run.stop_margin_s, spec.settings.slurm.signal_lead_s)
         hooks = RoundHooks(
             begin,
             deadline,
             lambda failure: ending.after_crash(agent.attempt_number, failure),
-            StopNotice(run, context, deadline, lead_s=lead_s).look,
+            StopNotice(run, context, deadline, lead_s=_lead_s(spec)).look,
             resume=resume,
             sealing=sealing,
             may_go_on=lambda why: ending.after_loss(agent.attempt_number, why),
@@ -368,7 +370,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         hang_limits=_hang_limits(spec),
     )
     if isinstance(agent, InPlaceAgent):
-        _prepare_to_stay(agent, run, spec.settings.alive, ending, is_first=hooks is not None)
+        _prepare_to_stay(agent, run, spec.settings.alive, context, ending)
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
@@ -409,6 +411,12 @@ def _take_attempt(
     return attempt
 
 
+def _newest_attempt(run: RunDir) -> int:
+    """Return its number, 0 for none."""
+    newest = read_fence(run)
+    return 0 if newest is None else newest.number
+
+
 def _peer_fields(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:
     """Return `attempt_started`'s fields of replica peers; warn if a switch has both of a pair."""
     names, switches = rendezvous.names(), rendezvous.switches()
@@ -422,12 +430,16 @@ def _peer_fields(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str,
 
 
 def _prepare_to_stay(
-    agent: InPlaceAgent, run: RunDir, alive: AliveSettings, ending: LossEnding, *, is_first: bool
+    agent: InPlaceAgent,
+    run: RunDir,
+    alive: AliveSettings,
+    context: JobContext,
+    ending: LossEnding,
 ) -> None:
     """Give an agent what it needs in the place of lost nodes."""
     agent.run_of_copies = run if alive.memory != "no" else None
-    agent.has_successor = ending.failover is not None
-    if is_first:
+    agent.has_successor = ending.failover.is_possible
+    if context.node_rank == 0:
         ending.excluded_nodes.leave_out = agent.leave_out
 
 
@@ -454,7 +466,7 @@ def _leave(
     attempt = agent.attempt_number
     turn = line.index(rendezvous.node)
     if not rendezvous.can_do_without_first():
-        ending.failover = None
+        ending.failover = NoLeader()
     following = ending.after_first_node(str(left_out), own, attempt, turn)
     if following is not None:
         raise Succeeds(following)
@@ -468,6 +480,11 @@ def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:
     settings, cwd = spec.settings, spec.entry.cwd
     sealed = settings.checkpoint.sealed
     return resume_args(settings.run, start=start, resume=resume_from, cwd=cwd, sealed=sealed)
+
+
+def _lead_s(spec: Spec) -> float:
+    """So long before its end a job tells a program of which nobody knows what its save takes."""
+    return max(spec.settings.run.stop_margin_s, spec.settings.slurm.signal_lead_s)
 
 
 def _hang_limits(spec: Spec) -> HangLimits:

@@ -13,8 +13,20 @@ and is always there; one that has nothing to do is a plain `rounds.RoundPart`. I
     verdict(end) it is known how the round ends; then the agent ends the ranks that are left
     leave        no rank is left
 
-`NodeAgent._parts` has them in their order, the verdict's (`coordinator`) last. What lies around a
-round is `coordinator.RoundSide`. tests/engines/test_node_agent.py holds the promises.
+In their order, by modules of this room:
+
+    node_reports     a sign of life from node 0, or the watch for it
+    stop_notice      passes a stop on to the ranks
+    control          the process of the ranks' agreement: does it live?
+    sealing          files of the program that are registered (node 0)
+    log_index        when the ranks wrote their logs
+    hang_watch       ranks that stand still or are out of step, and (slow_watch) slow ones
+    node_reports     which ranks have returned, the report that none is left, answers, the news
+    coordinator      the verdict (node 0)
+
+What differs between node 0 and the others around a round is `coordinator.LeadSide` or
+`FollowerSide`.
+tests/engines/test_node_agent.py holds the promises.
 """
 
 from __future__ import annotations
@@ -42,7 +54,7 @@ from hpctrain.core.base.records import FailureReport
 from hpctrain.errors import CheckpointError, ClusterError, ControlLost
 from hpctrain.ledger.run.fence import Attempt
 from hpctrain.ledger.run.layout import torch_error_path
-from hpctrain.node.agent.coordinator import POLL_S, RoundSide
+from hpctrain.node.agent.coordinator import POLL_S, FollowerSide, LeadSide, say_goodbye
 from hpctrain.node.agent.copies_to_disk import CopySaver
 from hpctrain.node.agent.hang_watch import NodeHangs
 from hpctrain.node.agent.log_index import LogIndexer
@@ -140,7 +152,11 @@ class NodeAgent(LocalElasticAgent):
         self._end_wait_s = end_wait_s
         self._control, self._hang_limits = control, hang_limits
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
-        self._side = RoundSide(hooks, self._meeting_place, hang_limits, end_wait_s)
+        self._side = (
+            FollowerSide(self._meeting_place, end_wait_s)
+            if hooks is None
+            else LeadSide(hooks, self._meeting_place, hang_limits, end_wait_s)
+        )
         self._stop = RankStop()
         self._remaining_restarts = MANY
 
@@ -207,7 +223,7 @@ class NodeAgent(LocalElasticAgent):
             is_left = self.end.ending == "left"
             group.state = WorkerState.SUCCEEDED if is_left else WorkerState.FAILED
             if not self.end.left_out:
-                self._side.say_goodbye(self._round)
+                say_goodbye(self._side, self._round)
             return RunResult(state=group.state)
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
@@ -250,7 +266,7 @@ class NodeAgent(LocalElasticAgent):
             self._rendezvous(group)
             round_ = self._begin_round(group)
             round_.store.set(f"attempt/{round_.number}", {"refused": STORE_GONE})
-            self._side.say_goodbye(round_)
+            say_goodbye(self._side, round_)
         except (ClusterError, RuntimeError) as error:
             log.warning("the other agents do not hear that the job ends: %s", error)
 
@@ -279,7 +295,7 @@ class NodeAgent(LocalElasticAgent):
         taken: dict[str, Any] = round_.store.wait(f"attempt/{round_.number}", limit_s)
         if "refused" in taken:
             log.warning("no other attempt begins in this job: %s", taken["refused"])
-            self._side.say_goodbye(round_)
+            say_goodbye(self._side, round_)
             raise NothingToResume(CheckpointError(taken["refused"]))
         self.attempt_number = int(taken["number"])
         round_.directory = self._attempt_dir(self.attempt_number)
@@ -293,7 +309,7 @@ class NodeAgent(LocalElasticAgent):
         """
         said = round_.store.wait(f"resume/{round_.number}", RESUME_S)
         if said.get("refused"):
-            self._side.say_goodbye(round_)
+            say_goodbye(self._side, round_)
             raise NothingToResume(self._side.refused or CheckpointError(said["refused"]))
         if said.get("stopped"):
             raise StopHeard(said["stopped"])
@@ -330,7 +346,7 @@ class NodeAgent(LocalElasticAgent):
         ends = RankEnds(round_, self._end_wait_s) if self._end_wait_s else RoundPart()
         return [
             LogIndexer(round_.logs(), in_all=round_.ranks.in_all, pids=pids),
-            self._side.sealing,
+            self._side.sealing(),
             NodeHangs(self._hang_limits, self._control.folder, round_),
             ends,
             RankReport(round_, self._control, lambda: self._monitor_workers(self._worker_group)),

@@ -152,6 +152,8 @@ class Begun(str):
 class LeaderFailover:
     """What other agents have begun, and what is begun here."""
 
+    is_possible = True
+
     def __init__(self, claimed=()):
         self.claims = iter([*claimed])
         self.made, self.lost = [], set()
