@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import hpctrain
-from hpctrain.checkpoint.exchange import from_dcp, import_into
+from hpctrain.checkpoint.exchange import from_dcp, import_into, safetensors
 from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.exchange.untrusted import unpickled
 from hpctrain.cli.main import main
@@ -488,3 +488,9 @@ def test_the_risk_is_told_before_anything_is_read(run, tmp_path, monkeypatch, ca
         main(words)
 
     assert "torch 2.9.0 reads pickles with a fault" in heard[0]
+
+
+def test_a_read_that_fails_is_no_file_that_was_cut():
+    """The kernel refuses to read there (EIO), as a disk may."""
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+        safetensors._read(Path("/proc/self/mem"), 0, 8)
