@@ -125,12 +125,16 @@ def begins_anew(text: str, args: Sequence[str]) -> BeginsAnew | None:
     if not saves:  # what is saved once, at the end, is a result
         return None
     under: list[AskedOption] = []
+    starts_from_weights = False
     for load in program.loads:
         options = program.left_out_by(load, saves)
-        if options is None:
+        if options is None and not program.is_of_weights(load):
             return None
-        under += options
+        starts_from_weights |= options is None
+        under += options or ()
     option = next((option for option in under if option.goes_on), next(iter(under), None))
+    if starts_from_weights and (option is None or not option.goes_on):
+        return None
     pattern = next((p for call in saves if (p := program.path(call))), PLACE)
     return BeginsAnew(pattern, saves[0], option)
 
@@ -169,6 +173,7 @@ class _Program:
         self._arguments = set(_ARGUMENTS)
         self._is_set_elsewhere = False  # any option may have its value from a file
         may_load: list[ast.Call] = []
+        sets_options: list[ast.Call] = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self._names_set.setdefault(node.id, []).append(node)
@@ -179,16 +184,17 @@ class _Program:
             elif isinstance(node, ast.Call):
                 self._take(node)
                 may_load += [node] if _may_go_back(ast.unparse(node.func)) else []
+                sets_options += [node] if self._sets_any_option(node) else []
         self.loads += [call for call in may_load if not self.is_repeated(call)]
         self.saves = [call for call in self.saves if self._is_of_training(call)]
         self.saves.sort(key=lambda call: call.lineno)
         self.loads = [node for node in self.loads if not self._is_no_checkpoint(node)]
+        self._is_set_elsewhere = any(self._left_out(call) is None for call in sets_options)
 
     def _take(self, call: ast.Call) -> None:
         name = ast.unparse(call.func)
         last = name.rpartition(".")[2]
         self._calls.setdefault(last, []).append(call)
-        self._is_set_elsewhere |= self._sets_any_option(call, name)
         if last in {"add_argument", "option"}:
             self._take_option(call)
         elif last == "set_defaults":
@@ -205,8 +211,9 @@ class _Program:
             if keyword.arg in {"resume_from_checkpoint", "ckpt_path"} and not is_none:
                 self.loads.append(keyword.value)
 
-    def _sets_any_option(self, call: ast.Call, name: str) -> bool:
+    def _sets_any_option(self, call: ast.Call) -> bool:
         """Whether a call gives the parsed arguments values that only another file knows."""
+        name = ast.unparse(call.func)
         names = {keyword.arg for keyword in call.keywords}
         if name.endswith("set_defaults"):
             return None in names
@@ -302,6 +309,26 @@ class _Program:
                     return [option for options in each for option in options or ()]
             below = parent
         return None
+
+    def _left_out(self, below: ast.AST) -> ast.expr | None:
+        """Return the innermost test that leaves a node out, in its function."""
+        while (parent := self._parents.get(below)) is not None:
+            if (test := self._test_before(parent, below)) is not None:
+                return test
+            below = parent
+        return None
+
+    def is_of_weights(self, load: ast.expr) -> bool:
+        """Whether a load reads what a given option names that does not say that it resumes."""
+        asked: list[ast.AST] = [*ast.walk(load)]
+        below: ast.AST = load
+        while (parent := self._parents.get(below)) is not None:
+            if isinstance(parent, ast.If | ast.IfExp) and below is not parent.test:
+                test = parent.test
+                asked += test.values if isinstance(test, ast.BoolOp) else [test]
+            below = parent
+        options = [option for one in asked if (option := self._option_of(one)) is not None]
+        return any(not (o.is_flag or o.goes_on) and self._is_given(o) for o in options)
 
     def _calls_of(self, function: _Function) -> list[ast.Call]:
         is_method = isinstance(self._parents[function], ast.ClassDef)

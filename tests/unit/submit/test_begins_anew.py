@@ -232,6 +232,41 @@ def test_what_only_looks_like_a_load_is_none(body):
     assert note(body + f"if args.resume:\n{LOAD}" + SAVES) is not None
 
 
+@pytest.mark.parametrize(
+    "load",
+    [
+        "model.load_state_dict(torch.load(args.weights))\n",
+        # mae's main_finetune
+        (
+            "if args.weights and not args.auto:\n    state = torch.load(args.weights)\n"
+            "    model.load_state_dict(state['model'])\n"
+        ),
+    ],
+)
+def test_weights_to_start_from_are_no_resume(load):
+    body = f"{load}if args.resume:\n{LOAD}{SAVES}"
+
+    assert "only with --resume, which is not given" in note(body, "--weights", "base.pt")
+    assert note(body, "--weights", "base.pt", "--resume", "last.pt") is None
+    assert note(load + SAVES, "--weights", "last.pt") is None, "nothing else would resume"
+    for own in ("out", "auto"):
+        last = f"if args.{own}:\n    torch.load('last.pt')\n"
+        assert note(last + body, "--weights", "base.pt", "--auto") is None
+    told = f"parser.add_argument('--ckpt')\n{body.replace('weights', 'ckpt')}"
+    assert note(told, "--ckpt", "last.pt") is None, "its name says that it resumes"
+
+
+def test_a_file_of_options_counts_only_where_it_is_read():
+    """timm's train.py, and its many copies."""
+    parser = "parser.add_argument('-c', '--config', default='')\n"
+    body = (
+        f"{parser}if args.config:\n    parser.set_defaults(**conf)\nif args.resume:\n{LOAD}{SAVES}"
+    )
+
+    assert note(body) is not None
+    assert note(body, "-c", "a.yaml") is None
+
+
 def test_options_that_a_program_takes_by_exec_count_as_given():
     """nanoGPT's configurator: `--init_from=resume`, or a file."""
     body = f"begin = 'scratch'\nexec(open('c.py').read())\nif begin == 'resume':\n{LOAD}{SAVES}"
