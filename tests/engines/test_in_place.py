@@ -43,6 +43,8 @@ pytestmark = [
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 LEASE_S = 2.0
+LONG_LEASE_S = 1000.0
+"""Where no lease is to run out: on a busy machine a process may stand still for longer than one."""
 SCRIPT = """
 import os, pathlib, time
 folder = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
@@ -59,7 +61,7 @@ def _bad(folder):
     return {path.name.removeprefix("bad-"): "guards named it" for path in folder.glob("bad-*")}
 
 
-def _agent(node, nodes, size, port, folder):
+def _agent(node, nodes, size, port, folder, *, lease_s):
     """The agent of one node, with one rank; writes how it ended."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -95,7 +97,7 @@ def _agent(node, nodes, size, port, folder):
         may_go_on=lambda _why: not (folder / "may-not").exists(),
         lost=lambda loss, members: lost.append([loss.name, loss.was_member, members]),
     )
-    place = LivenessPlace(node, nodes, "127.0.0.1", port + PORTS - 3, LEASE_S)
+    place = LivenessPlace(node, nodes, "127.0.0.1", port + PORTS - 3, lease_s)
     liveness = LivenessChannel(place, SECRET)
     control = NodeControl("127.0.0.1", SECRET)
     rendezvous = InPlaceRendezvous(
@@ -145,13 +147,15 @@ def _agent(node, nodes, size, port, folder):
 class Job:
     """Agents of a job, each a process group of its own."""
 
-    def __init__(self, folder, nodes, size):
+    def __init__(self, folder, nodes, size, lease_s):
         (folder / "script.py").write_text(SCRIPT)
         self.folder = folder
         port = free_range(PORTS)  # an outgoing connection may take one of the kernel's own
         fork = multiprocessing.get_context("fork")
         self.agents = [
-            fork.Process(target=_agent, args=(node, nodes, size, port, folder))
+            fork.Process(
+                target=_agent, args=(node, nodes, size, port, folder), kwargs={"lease_s": lease_s}
+            )
             for node in range(nodes)
         ]
         for agent in self.agents:
@@ -184,8 +188,8 @@ class Job:
 def job(tmp_path):
     jobs = []
 
-    def begin(nodes, size):
-        jobs.append(Job(tmp_path, nodes, size))
+    def begin(nodes, size, lease_s=LONG_LEASE_S):
+        jobs.append(Job(tmp_path, nodes, size, lease_s))
         return jobs[0]
 
     yield begin
@@ -247,7 +251,7 @@ def test_where_no_spare_is_left_fewer_nodes_go_on_and_at_last_none(job):
 
 
 def test_a_spare_that_dies_ends_no_round(job):
-    job = job(3, RoundSize(2, 2))
+    job = job(3, RoundSize(2, 2), LEASE_S)
     ranks = job.ranks(1, 2)
 
     job.signal(2, signal.SIGKILL)
@@ -260,7 +264,7 @@ def test_a_spare_that_dies_ends_no_round(job):
 
 
 def test_a_frozen_nodes_ranks_end_as_it_thaws(job):
-    job = job(3, RoundSize(2, 2))
+    job = job(3, RoundSize(2, 2), LEASE_S)
     ranks = job.ranks(1, 2)
 
     job.signal(1, signal.SIGSTOP, ranks=ranks[1:])
@@ -275,7 +279,7 @@ def test_a_frozen_nodes_ranks_end_as_it_thaws(job):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_whose_liveness_process_ends_or_stops_is_lost_and_leaves(job, signum):
-    job = job(3, RoundSize(2, 2))
+    job = job(3, RoundSize(2, 2), LEASE_S)
     ranks = job.ranks(1, 2)
 
     os.kill(node_processes.child(job.agents[1].pid, "liveness"), signum)
@@ -290,7 +294,7 @@ def test_a_node_whose_liveness_process_ends_or_stops_is_lost_and_leaves(job, sig
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_where_the_first_nodes_liveness_process_ends_or_stops_all_end_their_ranks(job, signum):
-    job = job(3, RoundSize(2, 2))
+    job = job(3, RoundSize(2, 2), LEASE_S)
     ranks = job.ranks(1, 2)
 
     os.kill(node_processes.child(job.agents[0].pid, "liveness"), signum)
@@ -318,7 +322,7 @@ def test_a_node_that_dies_while_a_round_begins_is_replaced_before_any_rank_runs(
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stands still"])
 def test_where_the_first_node_is_gone_the_others_end_their_ranks_and_leave(job, how):
     """One that stands still answers nobody: as one without power its store closes no connection."""
-    job = job(3, RoundSize(2, 2))
+    job = job(3, RoundSize(2, 2), LEASE_S)
     ranks = job.ranks(1, 2)
 
     job.signal(0, how, ranks=ranks[:1])

@@ -182,7 +182,7 @@ def test_a_run_that_has_saved_never_begins_anew_unasked(root, lose, why):
         assert answer["error"] == "NoCheckpoint"
         assert f"run has saved up to step {NEW}" in answer["why"]
         assert why in answer["why"]
-        assert "`hpctrain resume run --from 0`" in answer["why"]
+        assert f"`hpctrain resume {run.typed} --from 0`" in answer["why"]
 
     write_event(run, "submitted", token="t", job_id="7", from_step=0)
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):

@@ -326,7 +326,7 @@ def _refuse_other_formats(run: RunDir, at_step: int) -> None:
             if doubt.doubt == "other format":
                 raise OtherFormat(
                     f"{doubt.problem}; to go back without it, delete it with `hpctrain "
-                    f"checkpoints rm {run.name} {step} --force`"
+                    f"checkpoints rm {run.typed} {step} --force`"
                 )
 
 
@@ -369,5 +369,5 @@ def refuse_to_forget(run: RunDir, passed_over: Sequence[Skipped]) -> None:
     raise NoCheckpoint(
         f"{run.name} has saved up to step {max(saved_steps)}, and none of its checkpoints can be "
         f"loaded: {why}. It does not start over by itself: bring one back, or `hpctrain resume "
-        f"{run.name} --from 0`"
+        f"{run.typed} --from 0`"
     )

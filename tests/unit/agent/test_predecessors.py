@@ -81,7 +81,7 @@ def test_a_job_whose_predecessor_left_with_0_and_is_not_done_does_not_begin(
     (line,) = caplog.messages
     assert line == (
         "job 18 of b does not begin: it is to run after a, which is stopped and not done: "
-        "`hpctrain resume a`, then `hpctrain resume b`"
+        f"`hpctrain resume {first.run.typed}`, then `hpctrain resume {follower.typed}`"
     )
     assert after(follower, code) == (code, ["forbid"])
     now = RunHistory.read(follower).state
@@ -102,7 +102,7 @@ def test_where_its_ledger_has_no_room_the_job_ends_all_the_same(
     code = before(follower, monkeypatch)
 
     assert after(follower, code) == (code, ["forbid"])
-    assert "which is running: `hpctrain resume b` has it wait" in caplog.text
+    assert f"which is running: `hpctrain resume {follower.typed}` has it wait" in caplog.text
 
 
 def test_one_that_was_removed_is_told(first, follower, tmp_path):

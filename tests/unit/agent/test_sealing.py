@@ -355,7 +355,7 @@ def test_a_run_whose_seals_are_gone_does_not_begin_anew_unasked(run):
     shutil.rmtree(run.sealed)
 
     with pytest.raises(
-        CheckpointError, match=r"registered .*out/checkpoint-50, .*resume gpt --from 0"
+        CheckpointError, match=rf"registered .*out/checkpoint-50, .*resume {run.typed} --from 0"
     ):
         watched.next_start()
 

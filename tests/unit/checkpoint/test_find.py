@@ -278,7 +278,7 @@ def test_going_back_does_not_set_another_format_aside(run, attempt, number):
     support.save(run, attempt, 1000, 2000)
     (find.step_path(run, 2000) / MANIFEST_NAME).write_text(f'{{"format": {number}}}\n')
 
-    with pytest.raises(OtherFormat, match="checkpoints rm gpt-a 2000 --force"):
+    with pytest.raises(OtherFormat, match=f"checkpoints rm {run.typed} 2000 --force"):
         find.choose(run, at_step=1000)
     assert retention.remove(run, [2000], force=True) == [2000]
     assert find.choose(run, at_step=1000).checkpoint.step == 1000
