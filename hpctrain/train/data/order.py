@@ -403,8 +403,8 @@ def count_in(state: Mapping[str, Any], key: str) -> int:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 0 on."""
-    return type(value) is int and value >= 0
+    """Whether it is a whole number from 0 on, which torch's generators take as a seed."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _checked(state: Any, count: int) -> tuple[Any, Any, Any, Any]:

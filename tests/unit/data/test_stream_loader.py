@@ -4,7 +4,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.base.mesh import ANY_PASSES, MicrobatchRules
@@ -299,6 +299,7 @@ def torn(state, path, value):
 
 
 @settings(max_examples=150, deadline=None)
+@example(path=("samples_consumed", 0, 0), depth=1, value=1 << 64)
 @given(
     path=st.tuples(st.sampled_from(KEYS), st.integers(0, 9), st.integers(0, 2)),
     depth=st.integers(1, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -138,7 +139,7 @@ def _news(run):
     for attempt in (1, 2):
         news = notification_of(run, history, attempt)
         if news is not None:
-            json.dumps(news.as_json(), allow_nan=False).encode()
+            json.dumps(asdict(news), allow_nan=False).encode()
 
 
 def _login(run):
