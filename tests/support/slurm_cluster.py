@@ -179,16 +179,27 @@ class SlurmCluster:
             self._set_user_signal(on=False)
 
     def _set_user_signal(self, *, on: bool) -> None:
-        """By a restart: at `scontrol reconfigure`, 22.05 may spin in one of its threads for ever.
-
-        A thread that sends something to nodes while slurm.conf is read takes TreeWidth for 0.
-        """
         self._daemons.configure(user_signal=on)
-        self.kill_slurmctld()
-        self.start_slurmctld()
+        if self._may_spin():
+            self.kill_slurmctld()
+            self.start_slurmctld()
+        else:
+            self.run("scontrol", "reconfigure", check=True)
         self._user_signal = on
-        said = self.run("scontrol", "show", "config", check=True).stdout
-        assert ("preempt_send_user_signal" in said) is on
+
+        def taken() -> bool:
+            said = self.run("scontrol", "show", "config").stdout
+            return ("preempt_send_user_signal" in said) is on
+
+        wait_for(taken, f"preempt_send_user_signal {'on' if on else 'off'}")
+
+    def _may_spin(self) -> bool:
+        """Whether a thread of slurmctld may spin for ever after `scontrol reconfigure`.
+
+        One of 22.05 that sends something to nodes while slurm.conf is read takes TreeWidth for 0.
+        Later versions start slurmctld anew.
+        """
+        return self.version < (23, 11)
 
     def kill_slurmctld(self) -> None:
         """SIGKILL slurmctld; jobs run on.
@@ -198,7 +209,9 @@ class SlurmCluster:
         the next save first.
         """
         before = self._state_saved()
-        if any(self._mark(job) for job in self._listed()):
+        if not self._may_spin():
+            self.run("scontrol", "reconfigure", check=True)  # marks the state as changed
+        if not self._may_spin() or any(self._mark(job) for job in self._listed()):
             wait_for(lambda: self._state_saved() > before, "slurmctld to save its state")
         self._daemons.kill("slurmctld")
 
