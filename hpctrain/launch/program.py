@@ -210,6 +210,8 @@ def _shown(places: Sequence[str]) -> str:
 def _file(words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Entry:
     word, *args = words
     path = _locate(word, cwd, environ)
+    if path.name in SHELLS and args and not args[0].startswith(("-", "/")):
+        _locate(args[0], cwd, environ)  # an absolute one may be in a container alone
     kind = "program" if _is_program(word, path) or _is_of_others(path, cwd, environ) else "script"
     return Entry(kind=kind, path=str(path), args=args)
 

@@ -34,7 +34,7 @@ def test_a_class_name_means_one_thing(house):
 def test_modules_and_lines_do_not_grow_unseen(house):
     """Whoever needs more says so here, and why in the commit."""
     assert len(house.modules) <= 328
-    assert sum(house.lines.values()) <= 106_135
+    assert sum(house.lines.values()) <= 106_134
 
 
 def test_modules_are_not_cut_thin_and_functions_fit_a_screen(house):

@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import HpctrainError
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 ANSWER_S = 120.0
 """So long may the replica server take to answer: it may clear some hundred gigabytes first."""
-
-
 FETCH_S = 900.0
 """And so long where it brings copies from other nodes, of all ranks of this one at once."""
 
@@ -255,12 +254,10 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     content, fds, _, _ = socket.recv_fds(peer, PACKET_BYTES, MOST_FDS)
     if not content:
         return None
-    try:
+    with suppress(ValueError, RecursionError):
         head = json.loads(content)
         if isinstance(head, dict):
             return head, fds
-    except (ValueError, RecursionError):
-        pass
     for fd in fds:
         os.close(fd)
     raise ReplicaServerLost("a packet that is none of the replica server's protocol")

@@ -264,6 +264,7 @@ def test_another_interpreter_or_option_is_started_as_it_stands(work, tmp_path):
         (("pkg",), UsageError, "pkg is a folder"),
         (("x" * 5000,), NotFound, "cannot be there: File name too long"),
         (("trian.py",), NotFound, "did you mean train.py"),
+        (("bash", "trian.py"), NotFound, "script trian.py is not there; did you mean train.py"),
         (("no-such-command",), NotFound, "looked in /"),
         (("python",), UsageError, "name the script"),
         (("python", "-"), UsageError, "name the script"),
