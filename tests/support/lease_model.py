@@ -61,7 +61,7 @@ class Setup:
     in_flight: int = 2
 
 
-class Rank(NamedTuple):
+class ModelRank(NamedTuple):
     arrived: int = -1
     begun: int = -1
     wished: int = 0
@@ -76,7 +76,7 @@ class Node(NamedTuple):
 
 
 class State(NamedTuple):
-    ranks: tuple[Rank, ...]
+    ranks: tuple[ModelRank, ...]
     nodes: tuple[Node, ...]
     up: tuple[tuple[Report, ...], ...]
     down: tuple[tuple[Lease, ...], ...]
@@ -134,7 +134,7 @@ class Model:
         root = tuple(_kept(Root(len(setup.nodes_of))))
         empty = ((),) * len(setup.parents)
         nodes = (Node(),) * len(setup.parents)
-        return State((Rank(),) * len(setup.nodes_of), nodes, empty, empty, root)
+        return State((ModelRank(),) * len(setup.nodes_of), nodes, empty, empty, root)
 
     def _followings(self, state: State) -> Iterator[tuple[str, State]]:
         for number, rank in enumerate(state.ranks):
@@ -146,7 +146,7 @@ class Model:
                     dead = _with(state.nodes, number, node._replace(is_alive=False))
                     yield f"node {number} dies", state._replace(nodes=dead)
 
-    def _rank_does(self, state: State, number: int, rank: Rank) -> Iterator[tuple[str, State]]:
+    def _rank_does(self, state: State, number: int, rank: ModelRank) -> Iterator[tuple[str, State]]:
         if rank.wished < len(self.setup.wishes[number]):
             wished = rank._replace(wished=rank.wished + 1)
             yield f"rank {number} wishes", _with_rank(state, number, wished)
@@ -162,7 +162,7 @@ class Model:
             label = f"rank {number} arrives at {arrived.arrived}"
             yield label, _with_rank(state, number, begun or arrived)
 
-    def _begin(self, state: State, number: int, rank: Rank) -> Rank | None:
+    def _begin(self, state: State, number: int, rank: ModelRank) -> ModelRank | None:
         """What `RankLease.tick` does; None where it waits."""
         tick, lease = rank.arrived, rank.lease
         if not tick <= lease.horizon:
@@ -206,7 +206,7 @@ class Model:
         )
         return self._report(rows, state.nodes[number].heard)
 
-    def _wishes(self, number: int, rank: Rank) -> Wishes:
+    def _wishes(self, number: int, rank: ModelRank) -> Wishes:
         return self.setup.wishes[number][rank.wished - 1] if rank.wished else Wishes()
 
     def _report(self, rows: tuple[tuple[int, int, Wishes], ...], heard: Any) -> Report:
@@ -327,7 +327,7 @@ def _with(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def _with_rank(state: State, number: int, rank: Rank) -> State:
+def _with_rank(state: State, number: int, rank: ModelRank) -> State:
     return state._replace(ranks=_with(state.ranks, number, rank))
 
 
