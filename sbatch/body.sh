@@ -192,26 +192,35 @@ elif [ "$hpctrain_rc" = 0 ]; then
     hpctrain_on_loss=(--kill-on-bad-exit=0 --no-kill) HPCTRAIN_ALIVE=1
   fi
   export HPCTRAIN_ALIVE
-  # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
-  "${hpctrain_outside[@]}" \
-    srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
-    "${hpctrain_on_loss[@]}" --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
-    bash -c \
-    'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
-    run=$1; shift 2
-    command -v "$1" >/dev/null ||
-      { echo "hpctrain: error: $SLURMD_NODENAME has no $1 on its PATH" >&2; exit 127; }
-    exec "$@" -P -u -m hpctrain.entry.slurm_task "$run"' \
-    hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" "${hpctrain_task[@]}" &
+  # What ends a `wait` may take the status of a child that ends in the same moment with it: srun's
+  # exit code comes through a pipe.
+  exec {hpctrain_told}<> <(:)
+  (
+    trap : TERM # srun has its default again
+    # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
+    "${hpctrain_outside[@]}" \
+      srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
+      "${hpctrain_on_loss[@]}" --wait=0 --unbuffered "${hpctrain_files[@]}" "${hpctrain_srun_args[@]}" \
+      bash -c \
+      'trap "" TERM USR1 USR2 HUP; [ -z "$2" ] || exec >>"$2-$SLURM_PROCID.out" 2>&1 || exit
+      run=$1; shift 2
+      command -v "$1" >/dev/null ||
+        { echo "hpctrain: error: $SLURMD_NODENAME has no $1 on its PATH" >&2; exit 127; }
+      exec "$@" -P -u -m hpctrain.entry.slurm_task "$run"' \
+      hpctrain "$HPCTRAIN_RUN_DIR" "$hpctrain_own" "${hpctrain_task[@]}" {hpctrain_told}>&-
+    hpctrain_rc=$?
+    echo "$hpctrain_rc" >&"$hpctrain_told"
+    exit "$hpctrain_rc"
+  ) &
   hpctrain_srun=$!
-  # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
-  # exit code.
+  # A signal that is trapped ends `wait`, not srun: wait until srun is really gone.
   while kill -0 "$hpctrain_srun" 2>/dev/null; do
     wait "$hpctrain_srun"
     hpctrain_heed_term
   done
   wait "$hpctrain_srun"
   hpctrain_rc=$?
+  if read -r -t 1 -u "$hpctrain_told" hpctrain_said; then hpctrain_rc=$hpctrain_said; fi
   # It ends by itself; a job that is to be requeued has no time to wait for it.
   [ -z "$hpctrain_watcher" ] || kill -INT "$hpctrain_watcher" 2>/dev/null
 fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -9,6 +10,8 @@ import subprocess
 
 import pytest
 
+from tests.support import patience
+from tests.support.processes import alive
 from tests.unit.scheduler.test_slurm_script import NOTE, Script
 
 FAILING = ["module load cuda/12", "source /no/such/env.sh", "false", "VALUE=$(cat /no/such/file)"]
@@ -250,6 +253,27 @@ def test_a_trap_of_setup_for_term_does_not_end_the_script(tmp_path, line):
 
     assert after(script).endswith("--rc 7 --term 1")
     assert ("mine" in script.out) == ("mine" in line)
+
+
+def test_a_term_in_the_moment_of_sruns_end_does_not_take_its_exit_code(tmp_path):
+    """The script has no CPU until both have come: bash forgot the code at a third of such ends."""
+    cpus = sorted(os.sched_getaffinity(0))
+    mine = f"taskset -cp {cpus[-1]} $$; chrt --other -p 0 $$; echo $$ >pid; touch started"
+    script = Script(tmp_path, f"{mine}; while [ ! -e go ]; do sleep 0.02; done; exit 7")
+    its_cpu = ["taskset", "-c", str(cpus[0])]
+    script.start(by=[*its_cpu, "chrt", "--idle", "0"])
+    script.wait_for("started")
+    takes_all = ["sh", "-c", "echo; while :; do :; done"]
+    with subprocess.Popen([*its_cpu, *takes_all], stdout=subprocess.PIPE) as busy:
+        busy.stdout.readline()
+        script.process.send_signal(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        srun = int((tmp_path / "pid").read_text())
+        patience.until(lambda: not alive(srun), "srun has not ended")
+        busy.kill()
+    script.wait()
+
+    assert after(script).endswith("--rc 7 --term 1")
 
 
 def test_traps_in_a_subshell_of_setup_are_its_own(ran):
