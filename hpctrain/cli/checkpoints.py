@@ -27,6 +27,7 @@ from hpctrain.cli.options import (
     foreign_option,
     json_option,
     newest_to_act_on,
+    own_runs_option,
     run_argument,
     runs_option,
     yes_option,
@@ -77,7 +78,7 @@ for _command in (
 @command.command("list")
 @run_argument
 @json_option
-@click.pass_obj
+@own_runs_option
 def list_command(runs: Path, run: str, *, as_json: bool) -> None:
     """List checkpoints, newest first, then those of the program itself.
 
@@ -129,9 +130,9 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
     help="Readers for --deep. [default: one for each core, 4 at most]",
 )
 @json_option
-@click.pass_context
+@own_runs_option
 def verify_command(
-    ctx: click.Context,
+    runs: Path,
     run: str,
     step: int | None,
     *,
@@ -144,7 +145,7 @@ def verify_command(
     Without --deep it reads only manifests, chunk tables and file sizes. It changes no
     checkpoint: a run quarantines damaged ones. The ledger records what --deep verified.
     """
-    directory = find_run(run, runs=ctx.obj)
+    directory = find_run(run, runs=runs)
     sealed = sealed_of_step(directory, step)
     if step is None:
         wanted = find.candidates(directory)
@@ -173,7 +174,7 @@ def verify_command(
         refused = f", {unreadable} could not be read" if unreadable else ""
         click.echo(f"{len(wanted) + len(sealed)} verified ({done}), {damaged} damaged{refused}")
     if damaged or unreadable:
-        ctx.exit(EXIT_DAMAGED)
+        click.get_current_context().exit(EXIT_DAMAGED)
 
 
 def _verdicts(wanted: list[FoundCheckpoint], *, deep: bool, threads: int) -> list[dict[str, Any]]:

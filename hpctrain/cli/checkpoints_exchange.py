@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import complete_run, json_option
+from hpctrain.cli.options import complete_run, json_option, own_runs_option
 from hpctrain.cli.progress import progress
 from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.text import size
@@ -87,7 +87,7 @@ Examples:
     "if it exists.",
 )
 @json_option
-@click.pass_obj
+@own_runs_option
 def export_command(
     runs: Path,
     run: str,
@@ -181,7 +181,7 @@ Examples:
 )
 @click.option("--weights", metavar="KEY", help="Key of the weights, if unusual.")
 @json_option
-@click.pass_obj
+@own_runs_option
 def import_command(
     runs: Path,
     source: Path,

@@ -11,7 +11,7 @@ import click
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.store.retention import WAIT, KeepDecision, Rules, Why, in_use, pinned
-from hpctrain.cli.options import complete_run, json_option
+from hpctrain.cli.options import complete_run, json_option, own_runs_option
 from hpctrain.cli.progress import progress
 from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.text import size
@@ -49,7 +49,7 @@ Examples:
 @click.argument("step", type=STEP)
 @click.option("--reason", default="", metavar="TEXT", help="Why; `list` shows it.")
 @click.option("--remove", is_flag=True, help="Take the pin away.")
-@click.pass_obj
+@own_runs_option
 def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -> None:
     """Keep a checkpoint from being deleted, by the run and by `prune`.
 
@@ -90,10 +90,9 @@ Examples:
 @click.option("--highest/--lowest", default=None, help="Which value of the metric is the best.")
 @click.option("--dry-run", is_flag=True, help="Show the plan, and delete nothing.")
 @json_option
-@click.pass_obj
+@own_runs_option
 def prune_command(
     runs: Path,
-    /,
     run: str,
     *,
     highest: bool | None,
@@ -135,7 +134,7 @@ Examples:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also pinned and awaited ones, and the last valid.")
 @json_option
-@click.pass_obj
+@own_runs_option
 def rm_command(
     runs: Path, run: str, steps: tuple[int, ...], *, yes: bool, force: bool, as_json: bool
 ) -> None:
@@ -397,7 +396,7 @@ Examples:
 @click.argument("run", shell_complete=complete_run)
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @json_option
-@click.pass_obj
+@own_runs_option
 def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> None:
     """Print the path of the newest complete registered checkpoint.
 

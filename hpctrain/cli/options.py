@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from datetime import datetime, time, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,17 +47,20 @@ def echo_table(rows: Sequence[Sequence[object]], **how: Any) -> None:
     drawing.echo_table(rows, **how)
 
 
-def runs_option(function: _Function) -> _Function:
-    """`--runs DIR`: the folder of all runs, as an absolute path."""
+def runs_option(function: _Function, *, of_group: bool = False) -> _Function:
+    """`--runs DIR`: the folder of all runs, absolute; with `of_group` its group's by default."""
     return click.option(
         "--runs",
-        default="runs",
-        envvar=HPCTRAIN_RUNS,
-        show_default=True,
+        default=None if of_group else "runs",
+        envvar=None if of_group else HPCTRAIN_RUNS,
+        show_default="runs",
         metavar="DIR",
-        callback=lambda _ctx, _param, value: runs_root(value),
+        callback=lambda ctx, _, value: ctx.obj if value is None else runs_root(value),
         help=f"Folder of all runs (or {HPCTRAIN_RUNS}).",
     )(function)
+
+
+own_runs_option = partial(runs_option, of_group=True)
 
 
 def cluster_option(text: str) -> Callable[[_Function], _Function]:

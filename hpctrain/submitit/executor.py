@@ -167,7 +167,7 @@ class _RunExecutor(core.PicklingExecutor):
 
     def _start(self, written: Path, flags: Mapping[str, Any], before: Sequence[str]) -> Job[Any]:
         """Start the run of one call."""
-        parallel = self.parameters.get("array_parallelism", 256)
+        parallel = int(self.parameters.get("array_parallelism", 256))
         if self.has_dependencies and len(before) >= parallel:
             waits = f"--dependency=afterany:{before[-parallel]}"
             extra = _with_dependency(flags["settings"].get("slurm.extra", []), waits)
@@ -384,6 +384,11 @@ def _refuse(given: Mapping[str, Any]) -> None:
         raise UsageError(
             f"nodes is {given['nodes']!r}; a job has a result for each task, so their number must "
             "be fixed: give one number of nodes, or use hpctrain.submit"
+        )
+    parallel = given.get("array_parallelism", 1)
+    if not str(parallel).isdigit() or int(parallel) < 1:
+        raise UsageError(
+            f"array_parallelism is {parallel!r}; it takes how many jobs may run at once: 1 or more"
         )
     if given.get("use_srun") is False:
         raise UsageError("use_srun=False: the tasks of a run are started by srun; leave it out")

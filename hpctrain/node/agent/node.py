@@ -24,8 +24,7 @@ In their order, by modules of this room:
     node_reports     which ranks have returned, the report that none is left, answers, the news
     coordinator      the verdict (node 0)
 
-What differs between node 0 and the others around a round is `coordinator.LeadSide` or
-`FollowerSide`.
+`coordinator.LeadSide` and `FollowerSide` are what differs between node 0 and the others.
 tests/engines/test_node_agent.py holds the promises.
 """
 

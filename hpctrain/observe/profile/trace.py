@@ -15,14 +15,8 @@ Where the trace has GPU kernels, the GPU decides, in this order of precedence:
     data           inside a `hpctrain.data` or DataLoader span: the GPU has nothing to do meanwhile
     host           none of these: Python, launches, waiting
 
-On a CPU the ranks' threads decide; what runs inside a data span belongs to it, since there loading
-takes the place of computing:
-
-    save, data     as above
-    compute        an operator runs that is not communication
-    communication  a gloo operation is under way and nothing is computed
-    memory         nothing is known of it
-    host           none of these
+On a CPU the ranks' threads decide: compute is an operator that is not communication, communication
+a gloo operation while nothing is computed. Data spans go first; of memory nothing is known.
 
 An interval is (begin, end) in microseconds; a list of them that `union`, `minus` and `both` return
 is sorted and without overlaps. tests/unit/profile and tests/engines/test_profile_run.py hold the

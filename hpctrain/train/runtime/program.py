@@ -168,26 +168,30 @@ class Program:
         whole = sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
 
-    def track(self, others: Mapping[str, Any]) -> None:
-        """Take objects and generators by name; what cannot be saved is refused now.
+    def track(self, others: Mapping[str, Any], data: Any = None) -> None:
+        """Take objects and generators by name, and the position in the data, if they have a state.
 
         Raises:
             UsageError: one is neither a generator nor has it a state.
             CheckpointError: its state holds something that cannot be saved.
         """
-        for name, thing in others.items():
-            if type(thing) in KINDS:
+        named = {**others, **({} if data is None else {DATA: data})}
+        for name, thing in named.items():
+            if type(thing) in KINDS and name != DATA:
                 encode(thing, f"tracked.{name}")
-            elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-                encode(state_of(thing), f"tracked.{name}")
-            else:
+            elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise UsageError(
                     f"run.track({name}=...): a {type(thing).__name__} has no state_dict() and "
-                    "load_state_dict(), and is no random generator; give it these two methods"
+                    "load_state_dict(), "
+                    + ("as run.loader()'s has" if name == DATA else "and is no random generator")
+                    + "; give it these two methods"
                 )
+            elif name != DATA:
+                encode(state_of(thing), f"tracked.{name}")
         for name, thing in others.items():
             taken = self.generators.tracked if type(thing) in KINDS else self.tracked
             taken[name] = thing
+        self.data = self.data if data is None else data
 
     def add_data(self, name: str, loader: Stateful) -> None:
         """Take a loader; the one named "data" is the position in the data.

@@ -204,7 +204,7 @@ class Run:
                 random.Random, torch.Generator. A checkpoint holds each rank's own.
 
         Raises:
-            UsageError: `allow` has something else, or something of `others` has no state_dict().
+            UsageError: `allow` has something else, or `data` or one of `others` no state_dict().
             CheckpointError: its state, or the model, holds something that cannot be saved; with
                 the path.
         """
@@ -214,8 +214,7 @@ class Run:
             program_state.refuse_unsaveable_model(model)
         program.model = model if model is not None else program.model
         program.optimizer = optimizer if optimizer is not None else program.optimizer
-        program.data = data if data is not None else program.data
-        program.track(others)  # refused now, not when the first save fails
+        program.track(others, data)  # refused now, not when the first save fails
         program.allow |= frozenset(allow)
 
     def loader(

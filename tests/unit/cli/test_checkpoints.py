@@ -203,6 +203,23 @@ def test_a_checkpoint_under_another_steps_name_fails_verification(run, attempt):
     assert "manifest is of step 1000, not 2000" in out
 
 
+@pytest.mark.parametrize("name", sorted(checkpoints.command.commands))
+def test_the_folder_of_runs_may_stand_behind_each_command_too(name):
+    (option,) = [one for one in checkpoints.command.commands[name].params if one.name == "runs"]
+
+    assert option.opts == ["--runs"]
+
+
+def test_the_folder_of_runs_behind_the_command_is_the_one_that_counts(run, attempt, tmp_path):
+    support.save(run, attempt, 1000)
+    where = ["--runs", str(tmp_path / "other"), "list", "gpt-a", "--runs", str(run.root.parent)]
+
+    done = CliRunner().invoke(checkpoints.command, where)
+
+    assert done.exit_code == 0
+    assert "1000" in done.stdout
+
+
 def test_one_step_can_be_verified_alone(run, attempt):
     older, _ = support.save(run, attempt, 1000, 2000)
     (older / MANIFEST_NAME).unlink()

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as lr
 from hpctrain.checkpoint.tensors.value_reading import decode, placeholders
 from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.core.world import World
+from hpctrain.errors import UsageError
 from hpctrain.train.runtime import program
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -78,3 +79,13 @@ def test_tensors_tuples_and_numbered_dicts_come_back_as_they_were():
     assert torch.equal(found.pop("weights"), state.pop("weights"))
     assert torch.equal(found["by_number"].pop(3), state["by_number"].pop(3))
     assert found == state
+
+
+def test_data_without_a_state_is_refused_as_it_is_named():
+    """At the first save there was an AttributeError."""
+    found = program.Program(ALONE)
+    plain = torch.utils.data.DataLoader([1, 2])
+
+    with pytest.raises(UsageError, match=r"data=.*a DataLoader has no state_dict.*run\.loader"):
+        found.track({}, plain)
+    assert found.data is None

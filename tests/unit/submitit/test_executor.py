@@ -92,6 +92,8 @@ def test_settings_of_hpctrain_can_be_given_beside(cluster, tmp_path):
         ({"slurm_teardown": ["rm x"]}, "teardown"),
         ({"slurm_additional_parameters": {"nodes": "1-2"}}, "nodes is '1-2'"),
         ({"slurm_gpus_per_node": "a100:4"}, "gpus_per_node is 'a100:4'; it takes a number"),
+        ({"slurm_array_parallelism": 0}, "array_parallelism is 0; it takes how many jobs"),
+        ({"slurm_array_parallelism": "two"}, "array_parallelism is 'two'"),
         ({"slurm_gpus_per_task": "a100:1"}, "gpus_per_task is 'a100:1'"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from hpctrain.core.base.records import StopCause
 from hpctrain.node.hangs.witness import LOOK_SIGNAL
 from hpctrain.submitit.task import INTERRUPT, read_stop
+from tests.support.patience import PATIENCE_S
 
 RANK = """
 import os, signal, sys, time
@@ -86,7 +87,7 @@ def told(tmp_path_factory):
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
