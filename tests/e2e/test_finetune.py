@@ -15,6 +15,7 @@ SIZES = "STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ_LEN = 1000, 32, 4, 1024"
 STEPS = 150
 
 
+@pytest.mark.story(proved_by=("tests/engines/test_pretrained.py", "tests/engines/test_resume.py"))
 @pytest.mark.timeout(600)
 def test_the_example_begins_with_a_folder_is_preempted_and_ends_as_a_folder(tmp_path, monkeypatch):
     import torch

@@ -11,10 +11,14 @@ from hpctrain.node.agent import rendezvous
 from hpctrain.node.control import node_process
 from hpctrain.node.hangs.standing import HangLimits
 from tests.support import node_processes
+from tests.support.patience import PATIENCE_S
 from tests.support.rank_agents import Agents
 from tests.support.scenario import copies_in_memory, submit
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.realtime(proved_by="tests/unit/agent/test_simulated_rounds.py"),
+]
 
 FREEZE = """
 import os, pathlib, signal, time
@@ -65,7 +69,7 @@ def test_a_stopped_control_process_costs_a_hang_and_the_next_round_has_another(
     agents, tmp_path, rank
 ):
     script = TRAINS.replace("BAD", str(rank))
-    ends = agents.run(script, nodes=2, starts=2, hangs=HangLimits(1.0), end_wait_s=30)
+    ends = agents.run(script, nodes=2, starts=2, hangs=HangLimits(1.0), end_wait_s=PATIENCE_S)
 
     assert [end[0] for end in ends] == ["left", "left"]
     told = [json.loads(line)["kind"] for line in (tmp_path / "events").read_text().splitlines()]
@@ -73,7 +77,7 @@ def test_a_stopped_control_process_costs_a_hang_and_the_next_round_has_another(
 
 
 def test_a_stopped_store_ends_the_round_and_the_next_one_has_another(agents, tmp_path):
-    ends = agents.run(STAYS, nodes=2, starts=2)
+    ends = agents.run(STAYS, nodes=2, starts=2, end_wait_s=PATIENCE_S)
 
     assert [end[0] for end in ends] == ["left", "left"], "the new store lives until all have left"
     assert "store has ended, or does not answer" in (tmp_path / "failure-1").read_text()

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,10 +28,12 @@ from hpctrain.node.agent.rounds import RoundHooks
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import node_processes, patience
 from tests.support.agent_parts import NO_LOOKS, notice_of
+from tests.support.processes import alive
 from tests.support.slurm_config import free_range
 
 pytestmark = [
     pytest.mark.usefixtures("preloaded"),
+    pytest.mark.timeout(240),  # a second run is not kept waiting
     pytest.mark.realtime(
         proved_by=(
             "tests/unit/agent/test_simulated_rounds.py",
@@ -198,15 +199,8 @@ def job(tmp_path):
         agent.join()
 
 
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 def _await_end(pids):
-    patience.until(lambda: not any(_lives(pid) for pid in pids))
+    patience.until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_spare_takes_the_place_of_a_node_that_died(job):
@@ -220,7 +214,7 @@ def test_a_spare_takes_the_place_of_a_node_that_died(job):
     assert ending == "left"
     assert told == [[["n0", "n1"], ["n2"], 2], [["n0", "n2"], [], 2]]
     assert lost == [["n1", True, [0, 2]]]
-    assert not _lives(ranks[0])
+    assert not alive(ranks[0])
     assert json.loads(job.wait("end-2"))[0] == "left"
 
 
@@ -257,7 +251,7 @@ def test_a_spare_that_dies_ends_no_round(job):
     job.signal(2, signal.SIGKILL)
     job.agents[2].join(10)
     time.sleep(LEASE_S)
-    assert all(_lives(pid) for pid in ranks)
+    assert all(alive(pid) for pid in ranks)
     ending, _, _, told, lost = job.end(1)
 
     assert (ending, len(told), lost) == ("left", 1, [["n2", False, [0, 1]]])
@@ -269,7 +263,7 @@ def test_a_frozen_nodes_ranks_end_as_it_thaws(job):
 
     job.signal(1, signal.SIGSTOP, ranks=ranks[1:])
     job.ranks(2, 2)
-    assert _lives(ranks[1])
+    assert alive(ranks[1])
     job.signal(1, signal.SIGCONT, ranks=ranks[1:])
     _await_end(ranks[1:])
 

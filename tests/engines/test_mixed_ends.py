@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import os
 import random
 import time
-from pathlib import Path
 
 import pytest
 
 from hpctrain.node.agent import ranks
+from tests.support.processes import alive
 from tests.support.rank_agents import Agents
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -67,17 +66,9 @@ def _ends(folder, name):
     assert end[0] == expected, name
     assert expected != "failed" or end[3], f"{name}: nobody said why"
     assert expected != "hung" or "did not: " in end[1]
-    left = [pid for path in folder.rglob("pids-*") if _lives(pid := int(path.read_text()))]
+    left = [pid for path in folder.rglob("pids-*") if alive(pid := int(path.read_text()))]
     assert not left, name
     return end
-
-
-def _lives(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 @pytest.mark.usefixtures("soon")

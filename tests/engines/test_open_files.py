@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.core.base.process import BASE, MOST, PER_RANK, needed, warning
 from tests.support.gloo import launch
+from tests.support.patience import PATIENCE_S
 
 LIMITED = """
 import json, resource, socket, sys
@@ -79,7 +80,7 @@ def test_the_ranks_of_an_unchanged_program_have_the_limit_that_their_agent_raise
             env={**os.environ, "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local")},
             check=True,
             capture_output=True,
-            timeout=200,
+            timeout=PATIENCE_S,
         )
 
     assert (tmp_path / "limit.txt").read_text() == "(3000, 3000)"

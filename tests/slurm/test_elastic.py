@@ -14,8 +14,12 @@ from tests.support.scenario import submit
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.realtime(
-        proved_by=("tests/unit/plan/test_mesh.py", "tests/unit/data/test_order.py")
+    pytest.mark.story(
+        proved_by=(
+            "tests/slurm/test_shapes.py",
+            "tests/unit/plan/test_mesh.py",
+            "tests/unit/data/test_order.py",
+        )
     ),
 ]
 

@@ -100,6 +100,7 @@ def test_old_ranks_that_live_on_beside_the_new_attempt_are_refused_and_die_out(s
     run.cli("cancel", "run")
 
 
+@pytest.mark.story(proved_by="tests/unit/run/test_fence.py")
 def test_an_agent_that_a_dead_node_left_behind_does_not_start_its_ranks_again(slurm, tmp_path):
     """Its rank loses its peer, to SLURM's SIGKILL, before the next attempt has begun."""
     script = tmp_path / "plain.py"

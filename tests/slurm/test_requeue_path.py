@@ -23,6 +23,9 @@ SETTINGS = {"train.steps": 60, "train.step_delay_s": 0.2}
 ONE_BY_TWO = ("--nodes=1", "--ranks-per-node=2", "--time=10")
 
 
+@pytest.mark.story(
+    proved_by="tests/unit/agent/test_batch_side.py::test_silent_scheduler_leaves_the_decision_open"
+)
 def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_path):
     """The stop comes while slurmctld is down: nobody can be asked, and the requeue waits for it."""
     run = submit(slurm, tmp_path, *ONE_BY_TWO, sets=SETTINGS, held={1: 10})
@@ -97,6 +100,12 @@ def test_a_partition_that_slurm_does_not_have_is_one_line_and_leaves_nothing(slu
     assert not slurm.run("squeue", "-h").stdout
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/unit/agent/test_batch_side.py::"
+        "test_a_decision_is_written_before_it_is_carried_out_and_without_a_pause"
+    )
+)
 def test_a_long_ledger_keeps_no_side_from_ending_within_kill_wait(slurm, tmp_path):
     """The agent, which cannot ask SLURM, and then the batch side, all between one SIGTERM and the
     SIGKILL that follows it; of an end that comes later, the next start would write.

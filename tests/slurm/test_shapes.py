@@ -52,7 +52,6 @@ def choices(run):
     return [all_fields(event) for event in run.events("shape_chosen")]
 
 
-@pytest.mark.every_slurm
 def test_a_run_starts_in_a_hole_comes_back_in_the_next_and_ends_bit_equal(
     slurm, tmp_path, undisturbed, request
 ):
@@ -83,7 +82,12 @@ def test_a_run_starts_in_a_hole_comes_back_in_the_next_and_ends_bit_equal(
     assert consumed(run.dir) == consumed(undisturbed)
 
 
-# On the other versions the two beside it show what SLURM does to such a job.
+@pytest.mark.story(
+    proved_by=(
+        "tests/slurm/test_shapes.py::"
+        "test_a_run_starts_in_a_hole_comes_back_in_the_next_and_ends_bit_equal"
+    )
+)
 def test_a_requeued_run_takes_the_nodes_that_have_become_free(slurm, tmp_path, request):
     pilot(slurm, tmp_path / "pilot")
     blockers = request.getfixturevalue("queue_with_a_hole")

@@ -143,6 +143,13 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/engines/test_in_place.py",
+        "tests/unit/agent/test_loss_ending.py",
+        "tests/unit/agent/test_simulated_stories.py",
+    )
+)
 def test_where_the_first_node_dies_the_others_go_on_and_end_the_job(slurm, tmp_path, capsys):
     """SLURM keeps the job for them, without its batch script and its srun."""
     args = ("--nodes=2+1", "--ranks-per-node=2")

@@ -16,6 +16,7 @@ import pytest
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import all_fields
+from tests.support.patience import PATIENCE_S
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli, submit
 
@@ -110,7 +111,7 @@ def test_of_several_resumes_at_once_one_wins_and_the_others_name_its_job(
     run = prepared(slurm, tmp_path)
 
     all_of_them = [start_cli("resume", "run") for _ in range(4)]
-    errors = [process.communicate(timeout=60)[1] for process in all_of_them]
+    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in all_of_them]
 
     codes = [process.returncode for process in all_of_them]
     assert sorted(codes) == [0, ALIVE, ALIVE, ALIVE]
@@ -135,8 +136,8 @@ def test_a_resume_waits_for_one_that_is_talking_to_slurm_and_then_leaves(
     status = json.loads(cli(slurm, tmp_path, "status", "run", "--json").stdout)
     waits = second.poll() is None and calls.read_text() == "called\n"
     open_gate(tmp_path)
-    out, _ = first.communicate(timeout=60)
-    _, error = second.communicate(timeout=60)
+    out, _ = first.communicate(timeout=PATIENCE_S)
+    _, error = second.communicate(timeout=PATIENCE_S)
 
     assert waits
     assert status["state"] == "submitting"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-TIMEOUT_S = 180
-"""For all ranks together: pytest ends a test at 240 s, and would not show where they stand."""
+TIMEOUT_S = 540
+"""For all ranks together: pytest ends a test at 600 s, and would not show where they stand."""
 STUCK_S = TIMEOUT_S - 10
 """By then a rank writes down where it stands."""
 LEAVE_S = 60

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 NAME = "hpctrain-last-resort"
-LIMITS = 5.0
+LIMITS = 2.0
 """So many of its own time limits a test may take: it may wait for CPUs while its clock stands."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

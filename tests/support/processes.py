@@ -28,14 +28,19 @@ def parents() -> dict[int, int]:
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
-        try:
-            stat = (entry / "stat").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state not in "ZX":
-            found[int(entry.name)] = int(parent)
+        if (parent := _parent(entry)) is not None:
+            found[int(entry.name)] = parent
     return found
+
+
+def _parent(entry: Path) -> int | None:
+    """That of a process that runs; None if it does not."""
+    try:
+        stat = (entry / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+        return None
+    state, parent = stat.rpartition(")")[2].split()[:2]
+    return None if state in "ZX" else int(parent)
 
 
 def parent(pid: int) -> int:
@@ -64,7 +69,7 @@ def descendants(*roots: int) -> list[int]:
 
 def alive(pid: int) -> bool:
     """True while the process runs (a zombie does not)."""
-    return pid in parents()
+    return _parent(PROC / str(pid)) is not None
 
 
 def environment(pid: int) -> dict[str, str]:

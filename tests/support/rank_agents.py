@@ -21,6 +21,7 @@ from hpctrain.node.agent.stop_deadline import StopDeadline
 from hpctrain.node.hangs.stacks import asked
 from tests.support import cpus
 from tests.support.agent_parts import NO_LOOKS, notice_of
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Agents:
         script: str,
         nodes: int = 1,
         end_wait_s: float = 1.0,
-        patience_s: float = 60,
+        patience_s: float = PATIENCE_S,
         starts: int = 1,
         hangs: HangLimits = NO_LOOKS,
     ) -> list[Any]:
@@ -75,7 +76,7 @@ class Agents:
             agents[-1].start()
         self._agents += agents
 
-    def ends(self, patience_s: float = 60) -> list[Any]:
+    def ends(self, patience_s: float = PATIENCE_S) -> list[Any]:
         """See `run`."""
         began = time.monotonic()
         for agent in self._agents:

@@ -26,6 +26,7 @@ from hpctrain.ledger.run.layout import RunDir
 from tests.support import cpus, patience
 from tests.support.gates import steps_held
 from tests.support.ledger_runs import all_fields
+from tests.support.patience import PATIENCE_S
 from tests.support.recipe import TINY
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def cli(
         env={**base, "PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tests.support import processes
-from tests.support.patience import until
+from tests.support.patience import PATIENCE_S, until
 from tests.support.slurm_config import (
     ACCOUNT,
     CLUSTER,
@@ -194,6 +195,11 @@ class Daemons:
             processes.kill_all([self._pids[name]])
             wait_for(lambda: not self.alive(name), f"the end of {name}")
 
+    def end(self, name: str) -> None:
+        """Ask that daemon to end, and wait until it has: slurmctld writes its state before."""
+        processes.kill_all([self._pids[name]], signal.SIGTERM)
+        wait_for(lambda: not self.alive(name), f"the end of {name}")
+
     def start_slurmctld(self) -> None:
         """Start slurmctld on the state it left, and wait until it answers."""
         self._spawn("slurmctld", "slurmctld", "-D")
@@ -304,7 +310,12 @@ class Daemons:
         """State of each node as sinfo tells it; a trailing * means that it does not answer."""
         argv = ["sinfo", "-h", "-N", "-p", "work", "-o", "%N %T"]
         done = subprocess.run(
-            argv, env=self.environment(), capture_output=True, text=True, timeout=60, check=False
+            argv,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         words = (line.partition(" ") for line in done.stdout.splitlines())
         return {name: state.strip() for name, _, state in words}
@@ -395,7 +406,12 @@ class Daemons:
     def _sacctmgr(self, *argv: str) -> None:
         command = ["sacctmgr", "--immediate", *argv]
         done = subprocess.run(
-            command, env=self.environment(), capture_output=True, text=True, timeout=60, check=False
+            command,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

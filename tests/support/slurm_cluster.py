@@ -181,7 +181,7 @@ class SlurmCluster:
     def _set_user_signal(self, *, on: bool) -> None:
         self._daemons.configure(user_signal=on)
         if self._may_spin():
-            self.kill_slurmctld()
+            self._daemons.end("slurmctld")  # killed, it would forget what jobs do meanwhile
             self.start_slurmctld()
         else:
             self.run("scontrol", "reconfigure", check=True)

@@ -86,12 +86,19 @@ def slow(found: list[Found]) -> list[str]:
     faults = []
     for pattern in dict.fromkeys(found):
         for text in probes(pattern):
-            try:
-                tried(pattern, text)
-            except TooSlow:
+            # The same work takes three times the CPU time where other programs share the core.
+            if all(is_slow(pattern, text) for _ in range(3)):
                 faults.append(f"{pattern.place}: {pattern.pattern!r} at {text[:80]!r}...")
                 break
     return faults
+
+
+def is_slow(pattern: Found, text: str) -> bool:
+    try:
+        tried(pattern, text)
+    except TooSlow:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("module", modules())

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from hpctrain.core.base.env import HPCTRAIN_GENERATION
 from hpctrain.core.base.records import JobContext
 from hpctrain.node.agent.loss_ending import LeaderFailover, generation_of
+from tests.support.patience import PATIENCE_S
 
 SECRET = "of this start"  # noqa: S105 - of a test
 
@@ -109,7 +110,7 @@ def test_a_process_takes_itself_over_with_the_environment_that_it_had(run):
     child = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(run.root)], env=os.environ, stdout=subprocess.PIPE
     )
-    assert child.communicate(timeout=60)[0] == b""
+    assert child.communicate(timeout=PATIENCE_S)[0] == b""
     assert child.returncode == 7
     said = (run.jobs / "generation-1.out").read_text()
     assert f"1 ['{run.root}'] {child.pid} False" in said

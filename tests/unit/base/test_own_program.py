@@ -13,6 +13,7 @@ import pytest
 import hpctrain
 from hpctrain.cluster.scheduler.slurm.script import body_path
 from hpctrain.core.base.process import own_program
+from tests.support.patience import PATIENCE_S
 
 TOP = Path(hpctrain.__file__).parent
 LURES = ("json", "secrets", "signal", "hpctrain", "selectors", "shlex", "sitecustomize")
@@ -104,7 +105,7 @@ def test_a_batch_script_runs_the_real_modules(lures, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
     agents, batchs = [line for line in done.stderr.splitlines() if "spec.json" in line]
@@ -138,7 +139,7 @@ def test_a_local_job_runs_the_real_modules_and_leaves_nothing_that_others_can_wr
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
         assert done.returncode == 0, done.stdout + done.stderr

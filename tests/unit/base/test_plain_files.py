@@ -19,7 +19,6 @@ def test_an_ordinary_file_is_read(tmp_path):
     assert read_plain(tmp_path / "link") == b"text"
 
 
-@pytest.mark.timeout(10)
 def test_a_fifo_and_a_folder_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", tmp_path):
@@ -41,7 +40,6 @@ def test_what_is_not_there_is_not_plain(tmp_path):
     assert not is_plain(tmp_path / "file" / "below")
 
 
-@pytest.mark.timeout(10)
 def test_a_request_and_a_fence_that_are_fifos_are_errors_at_once(tmp_path):
     """Rank 0 looks for requests twice a second, and an agent for its fence."""
     run = RunDir(tmp_path)
@@ -53,7 +51,6 @@ def test_a_request_and_a_fence_that_are_fifos_are_errors_at_once(tmp_path):
             look()
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_fifo_in_the_place_of_what_is_staged_is_not_written_into(tmp_path, is_read):
     os.mkfifo(tmp_path / "a.new")
@@ -67,7 +64,6 @@ def test_a_fifo_in_the_place_of_what_is_staged_is_not_written_into(tmp_path, is_
         os.close(reader)
 
 
-@pytest.mark.timeout(10)
 def test_the_last_lines_of_a_log_with_a_terabyte_of_nothing_in_it_are_found_at_once(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b"1\n2\n")

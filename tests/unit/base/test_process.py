@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.core.base import process
 from hpctrain.core.base.process import connections_to
+from tests.support.patience import PATIENCE_S
 
 
 def open_files():
@@ -52,7 +53,7 @@ os.read(reading, 1)
 os.close(writing)
 assert is_readable(reading, 10)  # its end
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
 
 
 def test_a_thread_that_is_joined_before_a_fork_is_gone_from_the_kernel_too(monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 from hpctrain.advise.check.forecast import CheckLine, CheckList
 from hpctrain.advise.check.rehearsal import add_rehearsal, rehearse
 from hpctrain.launch.prepare import SubmitRequest
+from tests.support.patience import PATIENCE_S
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 FORGETS = """\
@@ -179,7 +180,7 @@ def test_ctrl_c_ends_its_job_and_leaves_nothing(tmp_path):
     with mark.open() as told:
         rank = int(told.read())
     command.send_signal(signal.SIGINT)
-    _, err = command.communicate(timeout=60)
+    _, err = command.communicate(timeout=PATIENCE_S)
 
     assert command.returncode == 130, err
     assert not Path(f"/proc/{rank}").exists()

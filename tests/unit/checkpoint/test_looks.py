@@ -13,6 +13,7 @@ from hpctrain.checkpoint.format.shard import file_name
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.errors import CheckpointError
 from tests.support import checkpoints as support
+from tests.support.patience import PATIENCE_S
 
 RANKS = 400
 LAST, ODD = file_name(RANKS - 1), file_name(RANKS // 2 + 1)
@@ -104,7 +105,7 @@ def test_many_sizes_are_asked_at_once(run, attempt, monkeypatch):
     def size(path):
         if not hasattr(first, "done"):
             first.done = True
-            together.wait(timeout=30)  # broken unless all of them look at the same time
+            together.wait(timeout=PATIENCE_S)  # broken unless all of them look at the same time
         return real(path)
 
     monkeypatch.setattr(find, "_size", size)

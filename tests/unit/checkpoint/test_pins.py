@@ -11,6 +11,7 @@ from hpctrain.errors import CheckpointError, NotFound
 from hpctrain.ledger.run.fence import run_lock
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
+from tests.support.patience import PATIENCE_S
 
 small_disk = disks.small_disk
 
@@ -131,6 +132,6 @@ def test_pinning_waits_for_who_chooses_what_may_go(run, attempt):
         other = threading.Thread(target=pin)
         other.start()
         assert not made.wait(0.2)
-    other.join(timeout=30)
+    other.join(timeout=PATIENCE_S)
 
     assert made.is_set()

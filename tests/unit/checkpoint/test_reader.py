@@ -25,6 +25,7 @@ from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from tests.support import checkpoints as support
 from tests.support import tilings
 from tests.support.checkpoints import SHARD_0, SHARD_1
+from tests.support.patience import PATIENCE_S
 from tests.support.sampling import LIMITS, sample
 
 WHOLE = support.contents(1)
@@ -352,7 +353,7 @@ def test_threads_read_at_the_same_time(source, monkeypatch):
     def meet(_):
         if threading.get_ident() not in came:
             came.add(threading.get_ident())
-            together.wait(timeout=30)
+            together.wait(timeout=PATIENCE_S)
 
     source.read(everything(), threads=3, on_bytes=meet)
 
@@ -364,7 +365,7 @@ def test_the_first_damage_stops_all_threads():
 
     def work(items):
         mine = next(items)
-        everybody.wait(timeout=30)
+        everybody.wait(timeout=PATIENCE_S)
         if mine == 7:
             raise TornCheckpoint("the last one's")
         taken.extend(items)

@@ -15,6 +15,7 @@ from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault
 from tests.support import checkpoints as support
 from tests.support.checkpoints import SHARD_0, SHARD_1
+from tests.support.patience import PATIENCE_S
 from tests.support.sampling import LIMITS, sample
 
 
@@ -166,7 +167,7 @@ def test_one_large_file_is_read_by_several_threads(run, attempt, monkeypatch):
     def meet(_):
         if threading.get_ident() not in came:
             came.add(threading.get_ident())
-            together.wait(timeout=30)
+            together.wait(timeout=PATIENCE_S)
 
     monkeypatch.setattr(reader.ChunkFiles, "read", noted)
     problems = verify.verify(find.look(run, 1000), threads=2, on_bytes=meet)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.patience import PATIENCE_S
+
 PROGRAM = """
 import os, sys
 from hpctrain.node.control.node_process import ForkedServer
@@ -20,7 +22,7 @@ def make():
 def lives(pid):
     try:
         return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 handed_over = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -50,7 +52,7 @@ def test_it_does_orders_of_the_program_that_takes_the_agents_place_and_keeps_wha
         env={"PROGRAM": PROGRAM},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert child.returncode == 0, child.stderr

@@ -13,6 +13,7 @@ import pytest
 from hpctrain.cluster.scheduler import local
 from hpctrain.core.base import locks
 from hpctrain.entry import local_controller
+from tests.support.processes import alive
 from tests.support.slurm_boot import wait_for
 from tests.unit.base.test_locks import killed_with
 
@@ -36,7 +37,7 @@ def test_what_a_dead_agent_left_behind_is_killed():
         child = int(node.stdout.readline())
         wait_for(lambda: local_controller._code(node) == 0, "the end")
         local_controller._kill_group(node, signal.SIGKILL)
-        wait_for(lambda: not _lives(child), "the child's end")
+        wait_for(lambda: not alive(child), "the child's end")
 
 
 def test_a_group_whose_leader_was_reaped_is_nobodys(monkeypatch):
@@ -44,14 +45,6 @@ def test_a_group_whose_leader_was_reaped_is_nobodys(monkeypatch):
         node.wait()
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("another's group was signalled"))
     local_controller._kill_group(node, signal.SIGKILL)
-
-
-def _lives(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_folders_of_agents_that_were_killed_are_removed_with_their_start(tmp_path, monkeypatch):

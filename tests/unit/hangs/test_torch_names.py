@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.patience import PATIENCE_S
+
 SERVES = """
 import signal, sys
 from pathlib import Path
@@ -28,7 +30,7 @@ for task in threads() - before:
 def test_a_stop_is_never_handed_to_the_thread_that_serves_the_recorder(tmp_path):
     """Else Python's handler waits for the main thread, which may sleep or stand in a collective."""
     argv = [sys.executable, "-c", SERVES, str(tmp_path / "fr")]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()

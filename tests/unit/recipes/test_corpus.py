@@ -10,6 +10,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.recipes.lm import corpus
 from hpctrain.train.data.tokens import TokenFile, sidecar
+from tests.support.patience import PATIENCE_S
 
 
 def fill(folder, **texts):
@@ -154,7 +155,7 @@ def test_many_processes_at_once_build_it_one_time(tmp_path):
         builder.stdin.close()
         builder.stdin = None
 
-    printed = [builder.communicate(timeout=60)[0].strip() for builder in builders]
+    printed = [builder.communicate(timeout=PATIENCE_S)[0].strip() for builder in builders]
 
     assert sorted(printed) == ["0"] * 5 + ["1"]
     TokenFile(out).verify()

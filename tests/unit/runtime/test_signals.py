@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.patience import PATIENCE_S
+
 RANK = """
 import multiprocessing, os, signal, subprocess, sys
 from multiprocessing import resource_tracker
@@ -41,7 +43,7 @@ def test_spawned_and_forked_children_have_the_stop_signals_blocked_and_the_rank_
     script.write_text(RANK)
 
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
     assert (done.returncode, done.stdout.split()) == (0, ["True"] * 3), done.stderr
@@ -116,6 +118,6 @@ if pid == 0:
     os._exit(0 if heard else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or (0 if heard else 2))
 """
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=False)
 
     assert done.returncode == 0

@@ -30,6 +30,7 @@ from hpctrain.core.settings.schema import ContainerSettings, Settings, SlurmSett
 from hpctrain.core.settings.spec import Entry, Evaluates, Spec
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.layout import RunDir
+from tests.support.patience import PATIENCE_S
 
 RUN = RunDir(Path("/scratch/me/runs/llm-1"))
 OWN = "/home/me/llm:/home/me/llm,/scratch/me/runs:/scratch/me/runs"
@@ -358,7 +359,7 @@ def play(folder, spec, **env):
         | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

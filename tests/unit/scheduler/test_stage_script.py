@@ -14,6 +14,7 @@ import pytest
 
 from hpctrain.cluster.scheduler.slurm.script import shell_variables
 from hpctrain.ledger.run.staging import EnvironmentArchive, Staging
+from tests.support.patience import PATIENCE_S
 
 BODY = Path(__file__).parents[3] / "sbatch" / "body.sh"
 SRUN = """#!/bin/bash
@@ -63,7 +64,7 @@ def job(tmp_path, monkeypatch):
         env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "NODES": "n1 n2"}
         env |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": "55"}
         script = ["bash", "-c", "\n".join(lines)]
-        subprocess.run(script, env=env, check=True, stdout=subprocess.DEVNULL, timeout=60)
+        subprocess.run(script, env=env, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
         return [noted(name) for name in ("staged", "agents", "calls")]
 
     return run

@@ -28,6 +28,7 @@ from hpctrain.launch.prepare import (
 from hpctrain.launch.snapshot import Checkout
 from tests.support import small_disk
 from tests.support.memory import entries
+from tests.support.patience import PATIENCE_S
 from tests.support.submit_requests import request_of
 
 
@@ -332,7 +333,7 @@ def test_of_processes_that_make_the_same_run_at_once_exactly_one_wins(tmp_path, 
         ]
         for worker in workers:
             worker.start()
-        names = [answers.get(timeout=60) for _ in workers]
+        names = [answers.get(timeout=PATIENCE_S) for _ in workers]
         for worker in workers:
             worker.join()
 
