@@ -16,7 +16,7 @@ from hpctrain.core.base.process import PORTS
 from hpctrain.core.base.records import JobContext, RankTask
 from hpctrain.errors import ClusterError
 from hpctrain.ledger.run.fence import Attempt
-from hpctrain.node.agent import in_place, signals
+from hpctrain.node.agent import in_place, liveness, signals
 from hpctrain.node.agent.control import NodeControl
 from hpctrain.node.agent.coordinator import LeadSide
 from hpctrain.node.agent.in_place import CONNECT_S, InPlaceRendezvous, RoundSize
@@ -33,7 +33,6 @@ from tests.support.slurm_config import free_range
 
 pytestmark = [
     pytest.mark.usefixtures("preloaded"),
-    pytest.mark.timeout(240),  # a second run is not kept waiting
     pytest.mark.realtime(
         proved_by=(
             "tests/unit/agent/test_simulated_rounds.py",
@@ -186,7 +185,12 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, monkeypatch):
+    # On a busy machine an agent may need more than a lease to leave and to say how; that one which
+    # stays is killed has a test of its own (tests/unit/agent/test_liveness.py).
+    kill = liveness._Other._kill_agent_after
+    patient = lambda side, _seconds: kill(side, patience.PATIENCE_S)  # noqa: E731
+    monkeypatch.setattr(liveness._Other, "_kill_agent_after", patient)
     jobs = []
 
     def begin(nodes, size, lease_s=LONG_LEASE_S):
