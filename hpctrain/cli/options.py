@@ -53,7 +53,7 @@ def runs_option(function: _Function, *, of_group: bool = False) -> _Function:
         "--runs",
         default=None if of_group else "runs",
         envvar=None if of_group else HPCTRAIN_RUNS,
-        show_default="runs",
+        show_default=not of_group,
         metavar="DIR",
         callback=lambda ctx, _, value: ctx.obj if value is None else runs_root(value),
         help=f"Folder of all runs (or {HPCTRAIN_RUNS}).",

@@ -180,11 +180,10 @@ class Program:
             if type(thing) in KINDS and name != DATA:
                 encode(thing, f"tracked.{name}")
             elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                way = "make it with run.loader(), or" if name == DATA else "no generator either;"
                 raise UsageError(
                     f"run.track({name}=...): a {type(thing).__name__} has no state_dict() and "
-                    "load_state_dict(), "
-                    + ("as run.loader()'s has" if name == DATA else "and is no random generator")
-                    + "; give it these two methods"
+                    f"load_state_dict(): {way} give it these two methods"
                 )
             elif name != DATA:
                 encode(state_of(thing), f"tracked.{name}")
