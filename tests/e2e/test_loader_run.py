@@ -13,12 +13,7 @@ from tests.support import local_runs, patience
 SCRIPT = local_runs.SCRIPTS / "loader.py"
 
 
-@pytest.mark.story(
-    proved_by=(
-        "tests/engines/test_resume.py::"
-        "test_every_sample_is_used_once_at_changing_world_sizes_and_engines"
-    )
-)
+@pytest.mark.story(proved_by=("tests/engines/test_resume.py", "tests/unit/data/test_loader.py"))
 @pytest.mark.timeout(900)  # up to 32 workers import torch
 @pytest.mark.parametrize(
     "ranks",

@@ -77,9 +77,6 @@ FEW = ("Llama", "Qwen3, tied", "Gemma3, tied")
 """Plain attention; norms of heads and tied weights; windows of two sizes."""
 
 
-@pytest.mark.story(
-    proved_by="tests/engines/test_context.py::test_the_recipe_trains_as_in_one_process"
-)
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [

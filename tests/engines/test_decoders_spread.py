@@ -49,7 +49,6 @@ def _native(cases: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.story(proved_by=("tests/engines/test_decoders.py", "tests/engines/test_pretrained.py"))
 @OF_FAMILIES
 def test_decoders_train_under_ddp_and_fsdp2_as_in_one_process(alone, families):
     """Families as they come, some of them recomputed and compiled."""

@@ -189,8 +189,11 @@ def job(tmp_path, monkeypatch):
     # On a busy machine an agent may need more than a lease to leave and to say how; that one which
     # stays is killed has a test of its own (tests/unit/agent/test_liveness.py).
     kill = liveness._Other._kill_agent_after
-    patient = lambda side, _seconds: kill(side, patience.PATIENCE_S)  # noqa: E731
-    monkeypatch.setattr(liveness._Other, "_kill_agent_after", patient)
+
+    def kill_late(side, _seconds):
+        kill(side, patience.PATIENCE_S)
+
+    monkeypatch.setattr(liveness._Other, "_kill_agent_after", kill_late)
     jobs = []
 
     def begin(nodes, size, lease_s=LONG_LEASE_S):

@@ -25,9 +25,6 @@ def _errors(cases, patience_s=MOST_S):
     }
 
 
-@pytest.mark.story(
-    proved_by=("tests/unit/strategy/test_moments.py", "tests/unit/strategy/test_memory.py")
-)
 @pytest.mark.timeout(600)  # 10 to 60 seconds alone
 @pytest.mark.parametrize(
     "cases",
@@ -53,9 +50,6 @@ def test_every_predicted_peak_is_near_the_measured_one():
     assert {name: error for name, error in errors.items() if abs(error) > FAR} == {}
 
 
-@pytest.mark.story(
-    proved_by=("tests/unit/strategy/test_moments.py", "tests/unit/strategy/test_memory.py")
-)
 @pytest.mark.timeout(600)
 def test_the_device_that_stands_in_has_what_a_cpu_has_but_what_rests_on_the_host():
     step = {**plan_cases.FSDP2, **plan_cases.SMALL}

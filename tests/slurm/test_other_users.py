@@ -548,12 +548,8 @@ os.rename("x", "moved")
 
 
 @pytest.mark.story(
-    proved_by=(
-        "tests/engines/test_store_process.py::"
-        "test_a_port_that_is_taken_is_told_in_a_line_and_the_next_one_works"
-    )
+    proved_by=("tests/engines/test_store_process.py", "tests/unit/run/test_ownership.py")
 )
-@pytest.mark.story(proved_by="tests/unit/run/test_ownership.py")
 def test_a_run_whose_port_is_taken_comes_back_and_one_that_was_replaced_ends(cluster):
     """In a folder of runs that all can write, without a sticky bit; the moved one goes on."""
     with shared_folders(0o777) as (work, _):

@@ -24,7 +24,10 @@ ONE_BY_TWO = ("--nodes=1", "--ranks-per-node=2", "--time=10")
 
 
 @pytest.mark.story(
-    proved_by="tests/unit/agent/test_batch_side.py::test_silent_scheduler_leaves_the_decision_open"
+    proved_by=(
+        "tests/unit/agent/test_batch_side.py",
+        "tests/unit/scheduler/test_slurm_command.py::test_silence_is_tried_again_until_it_ends",
+    )
 )
 def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_path):
     """The stop comes while slurmctld is down: nobody can be asked, and the requeue waits for it."""

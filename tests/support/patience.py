@@ -16,7 +16,7 @@ PATIENCE_S = 900.0
 """The one limit of all polls. Beyond pytest's own, so that its stacks come first."""
 POLL_S = 0.02
 LONGEST_POLL_S = 0.1
-"""Polls of five workers took a third of a CPU."""
+"""Each worker that waited for SLURM took a twentieth of a CPU with 20 ms."""
 
 T = TypeVar("T")
 

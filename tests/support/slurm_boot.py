@@ -309,14 +309,7 @@ class Daemons:
     def node_states(self) -> dict[str, str]:
         """State of each node as sinfo tells it; a trailing * means that it does not answer."""
         argv = ["sinfo", "-h", "-N", "-p", "work", "-o", "%N %T"]
-        done = subprocess.run(
-            argv,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = self._ask(argv)
         words = (line.partition(" ") for line in done.stdout.splitlines())
         return {name: state.strip() for name, _, state in words}
 
@@ -403,9 +396,9 @@ class Daemons:
     def _said(self, name: str) -> str:
         return f"{tail(self.at.out(name))}\n{tail(self.at.log(name))}"
 
-    def _sacctmgr(self, *argv: str) -> None:
-        command = ["sacctmgr", "--immediate", *argv]
-        done = subprocess.run(
+    def _ask(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command of SLURM's to its end."""
+        return subprocess.run(
             command,
             env=self.environment(),
             capture_output=True,
@@ -413,6 +406,10 @@ class Daemons:
             timeout=PATIENCE_S,
             check=False,
         )
+
+    def _sacctmgr(self, *argv: str) -> None:
+        command = ["sacctmgr", "--immediate", *argv]
+        done = self._ask(command)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
 

@@ -20,6 +20,9 @@ rows 0 and 1, chunk 1 rows 2 and 3. Wanted now is the box that begins at (1, 2),
     in the chunk:    sum over dimensions of (low - chunk.begin) * strides of a box of chunk.extent
     in the region:   sum over dimensions of (low - region.begin) * strides of a box of region.extent
 
+Here each chunk gives one row, a run. Were the tensor one chunk, the box would be one grid: counts
+(2, 3), strides (6, 1) in the chunk and (3, 1) in the box, from 8 to 0.
+
 `my_part` answers what a save asks: which part of what several ranks hold alike does this one write?
 All replicas compute the same cuts from the same boxes, so nothing is exchanged.
 """

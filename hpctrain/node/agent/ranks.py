@@ -1,7 +1,6 @@
 """A rank from first to last: its signals, its output, the program, its failure.
 
-CUDA must not have been initialised in the agent. tests/engines/test_rank_life.py holds the
-promises.
+No agent may have initialised CUDA. tests/engines/test_rank_life.py holds the promises.
 
 When one rank dies, the others fail in their collectives soon after: the agent collects all reports
 and shows the first that is no echo. tests/unit/agent/test_first_failure.py, test_failure_files.py
@@ -364,8 +363,7 @@ _BEGIN = "Fatal Python error: "
 def write_crash_traces() -> None:
     """Have this rank's log say where it is when SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL ends it.
 
-    If its output is no file, nothing is written. A program that sets up faulthandler itself has its
-    way.
+    If its output is no file, nothing is written. A program's own faulthandler has its way.
     """
     try:
         faulthandler.enable(sys.stderr)

@@ -16,7 +16,7 @@ Where the trace has GPU kernels, the GPU decides, in this order of precedence:
     host           none of these: Python, launches, waiting
 
 On a CPU the ranks' threads decide: compute is an operator that is not communication, communication
-a gloo operation while nothing is computed. Data spans go first; of memory nothing is known.
+a gloo operation while nothing is computed. Spans of saves and data go first; memory is not known.
 
 An interval is (begin, end) in microseconds; a list of them that `union`, `minus` and `both` return
 is sorted and without overlaps. tests/unit/profile and tests/engines/test_profile_run.py hold the

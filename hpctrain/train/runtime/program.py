@@ -175,18 +175,17 @@ class Program:
             UsageError: one is neither a generator nor has it a state.
             CheckpointError: its state holds something that cannot be saved.
         """
-        named = {**others, **({} if data is None else {DATA: data})}
-        for name, thing in named.items():
-            if type(thing) in KINDS and name != DATA:
-                encode(thing, f"tracked.{name}")
-            elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                way = "make it with run.loader(), or" if name == DATA else "no generator either;"
+        for name, thing in {**others, **({} if data is None else {DATA: data})}.items():
+            is_generator = type(thing) in KINDS and name != DATA
+            has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+            if not (is_generator or has_state):
+                other = ", or use run.loader()" if name == DATA else ""
                 raise UsageError(
                     f"run.track({name}=...): a {type(thing).__name__} has no state_dict() and "
-                    f"load_state_dict(): {way} give it these two methods"
+                    f"load_state_dict(), and is no random generator; give it both methods{other}"
                 )
-            elif name != DATA:
-                encode(state_of(thing), f"tracked.{name}")
+            if name != DATA:
+                encode(thing if is_generator else state_of(thing), f"tracked.{name}")
         for name, thing in others.items():
             taken = self.generators.tracked if type(thing) in KINDS else self.tracked
             taken[name] = thing

@@ -265,12 +265,14 @@ def test_a_term_in_the_moment_of_sruns_end_does_not_take_its_exit_code(tmp_path)
     script.wait_for("started")
     takes_all = ["sh", "-c", "echo; while :; do :; done"]
     with subprocess.Popen([*its_cpu, *takes_all], stdout=subprocess.PIPE) as busy:
-        busy.stdout.readline()
-        script.process.send_signal(signal.SIGTERM)
-        (tmp_path / "go").touch()
-        srun = int((tmp_path / "pid").read_text())
-        patience.until(lambda: not alive(srun), "srun has not ended")
-        busy.kill()
+        try:
+            busy.stdout.readline()
+            script.process.send_signal(signal.SIGTERM)
+            (tmp_path / "go").touch()
+            srun = int((tmp_path / "pid").read_text())
+            patience.until(lambda: not alive(srun), "srun has not ended")
+        finally:
+            busy.kill()
     script.wait()
 
     assert after(script).endswith("--rc 7 --term 1")
