@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.support import patience
-from tests.support.processes import alive
 from tests.unit.scheduler.test_slurm_script import NOTE, Script
 
 FAILING = ["module load cuda/12", "source /no/such/env.sh", "false", "VALUE=$(cat /no/such/file)"]
@@ -255,25 +254,23 @@ def test_a_trap_of_setup_for_term_does_not_end_the_script(tmp_path, line):
     assert ("mine" in script.out) == ("mine" in line)
 
 
+@pytest.mark.strace
 def test_a_term_in_the_moment_of_sruns_end_does_not_take_its_exit_code(tmp_path):
-    """The script has no CPU until both have come: bash forgot the code at a third of such ends."""
-    cpus = sorted(os.sched_getaffinity(0))
-    mine = f"taskset -cp {cpus[-1]} $$; chrt --other -p 0 $$; echo $$ >pid; touch started"
-    script = Script(tmp_path, f"{mine}; while [ ! -e go ]; do sleep 0.02; done; exit 7")
-    its_cpu = ["taskset", "-c", str(cpus[0])]
-    script.start(by=[*its_cpu, "chrt", "--idle", "0"])
-    script.wait_for("started")
-    takes_all = ["sh", "-c", "echo; while :; do :; done"]
-    with subprocess.Popen([*its_cpu, *takes_all], stdout=subprocess.PIPE) as busy:
+    """strace holds the script between the kernel's word of a child's end and bash's note of it."""
+    script = Script(tmp_path, "touch started; while [ ! -e go ]; do sleep 0.02; done; exit 7")
+    script.start().wait_for("started")
+    pid = str(script.process.pid)
+    holds = ["strace", "-q", "-o", "/dev/null", "-e", "inject=wait4:delay_exit=500000", "-p", pid]
+    with subprocess.Popen(holds) as strace:
+        at = Path("/proc", pid)
         try:
-            busy.stdout.readline()
-            script.process.send_signal(signal.SIGTERM)
+            patience.until(lambda: "TracerPid:\t0" not in (at / "status").read_text(), "strace")
             (tmp_path / "go").touch()
-            srun = int((tmp_path / "pid").read_text())
-            patience.until(lambda: not alive(srun), "srun has not ended")
+            patience.until(lambda: not (at / "task" / pid / "children").read_text(), "srun's end")
+            script.process.send_signal(signal.SIGTERM)
+            script.wait()
         finally:
-            busy.kill()
-    script.wait()
+            strace.kill()
 
     assert after(script).endswith("--rc 7 --term 1")
 

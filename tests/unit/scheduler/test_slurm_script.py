@@ -162,9 +162,9 @@ class Script:
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
 
-    def start(self, by=(), **env):
+    def start(self, **env):
         self.process = subprocess.Popen(
-            [*by, "bash", str(self.path)],
+            ["bash", str(self.path)],
             cwd=self.folder,
             env={
                 "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
